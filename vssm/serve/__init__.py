@@ -11,8 +11,8 @@
 | `schema` | the fields of requests; sequences to tensors |
 | `forecast` | the same for forecasts |
 | `guard` | what every request passes first: token, size, time, log and metrics |
-| `service` | requests to calls, results to answers |
-| `app` | the routes; `page.html` and `docs.html` are the pages at / and /docs |
+| `service` | the routes: requests to calls, results to answers |
+| `app` | the app; `page.html` and `docs.html` are the pages at / and /docs |
 | `run` | `vssm serve`, on uvicorn |
 
 Nothing here is imported by `import vssm`. It needs the extra `serve`.

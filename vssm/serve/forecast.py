@@ -37,8 +37,6 @@ _Rows = Annotated[list[dict[str, Any]], BeforeValidator(_check_rows), WithJsonSc
 
 
 class ForecastRequest(BaseModel):
-    """Forecasts what follows raw histories: quantiles, or sample paths."""
-
     model_config: ClassVar[ConfigDict] = examples(
         {
             "history": [

@@ -106,8 +106,6 @@ class _MakeRequest(_Request):
 
 
 class GenerateRequest(_MakeRequest):
-    """Generates sequences, from nothing or after a prompt."""
-
     model_config: ClassVar[ConfigDict] = examples(
         {"num": 16, "seed": 7}, {"length": 12, "stream": True}
     )
@@ -115,15 +113,11 @@ class GenerateRequest(_MakeRequest):
 
 
 class ResumeRequest(_MakeRequest):
-    """Continues where an answer stopped; the same place can be resumed many times."""
-
     model_config: ClassVar[ConfigDict] = examples({"resume": "RESUME_OF_AN_ANSWER", "length": 12})
     resume: _Resume
 
 
 class ObserveRequest(_Request):
-    """Reads data and returns where to resume; `resume` adds more data to earlier data."""
-
     model_config: ClassVar[ConfigDict] = examples({"x": [[0.5, 0.25]], "num": 4})
     resume: _Resume | None = None
     keep: _Keep = "server"
@@ -131,8 +125,6 @@ class ObserveRequest(_Request):
 
 
 class FillRequest(_Request):
-    """Fills the gaps of sequences, for a model with `known` "any"; `num` samples of each."""
-
     model_config: ClassVar[ConfigDict] = examples(
         {"model": "NAME", "x": [[0.5, None], [None, None]], "passes": 4}
     )

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.background import BackgroundTask
 from torch import Tensor
 
@@ -43,7 +44,10 @@ _STREAM_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
 class Service:
-    """Answers requests, and keeps the states that they can be resumed from."""
+    """Answers requests, and keeps the states that they can be resumed from.
+
+    Each public method but `make` is a route; its docstring is in /openapi.json.
+    """
 
     def __init__(
         self,
@@ -52,12 +56,25 @@ class Service:
         settings: Settings,
         metrics: Metrics,
     ) -> None:
-        self.worker, self.settings, self.metrics = worker, settings, metrics
-        self.models = {served.name: served for served in worker.models}
-        self.forecasters = forecasters
-        self.store = Store(
+        self._worker, self._settings, self._metrics = worker, settings, metrics
+        self._models = {served.name: served for served in worker.models}
+        self._forecasters = forecasters
+        self._store = Store(
             settings.resume_seconds, settings.resume_count, settings.resume_mib * 2**20
         )
+
+    async def generate(self, request: Request, ask: GenerateRequest) -> Response:
+        """Generates sequences, from nothing or after a prompt. Returns the new steps x, their text
+        for a model of text, the position and resume, which /v1/resume takes."""
+        return await self.make(request, ask, ask.prompt)
+
+    async def resume(self, request: Request, ask: ResumeRequest) -> Response:
+        """Continues where an answer stopped; the same place can be resumed many times."""
+        return await self.make(request, ask, None, ask.resume)
+
+    async def observe(self, request: Request, ask: ObserveRequest) -> Response:
+        """Reads data and returns where to resume; `resume` adds more data to earlier data."""
+        return await self.make(request, ask, ask.x, ask.resume)
 
     async def make(
         self,
@@ -89,7 +106,9 @@ class Service:
         return json_response({**self._end(served, done, ask.keep, began), **made})
 
     async def fill(self, request: Request, ask: FillRequest) -> Response:
-        """Answers /v1/fill."""
+        """Fills the gaps of sequences, for a model with `known` "any"; `num` samples of each.
+        Returns x, its text for a model of text, and the order: which pass made an entry, from 0; -1
+        if it was known."""
         served, began = self._model(ask.model), time.perf_counter()
         x, known = read_gaps(served, ask.x)
         row, num = torch.arange(len(x)), ask.num or 1
@@ -105,14 +124,43 @@ class Service:
         return json_response({**told, **_Steps(served).show(done.x, final=True)})
 
     async def forecast(self, request: Request, ask: ForecastRequest) -> Response:
-        """Answers /v1/forecast."""
+        """Forecasts what follows raw histories. Returns rows with unique_id, ds, mean and a column
+        for each quantile, or with the list `paths`."""
         began = time.perf_counter()
-        name, calls = plan_forecast(ask, self.forecasters, self.settings)
+        name, calls = plan_forecast(ask, self._forecasters, self._settings)
         done = await self._result(request, calls)
         return json_response({"model": name, "forecast": done.x, **_timing(began, done)})
 
+    async def list_models(self) -> Response:
+        """Lists the models and forecasters, the defaults first, and the limits of one request."""
+        names = ("max_num", "max_length", "max_cells", "max_body")
+        limits = {name: getattr(self._settings, name) for name in names}
+        models = [served.describe() for served in self._worker.models]
+        forecasters = [served.describe() for served in self._forecasters]
+        return json_response({"models": models, "forecasters": forecasters, "limits": limits})
+
+    async def show_metrics(self) -> Response:
+        """Returns metrics for Prometheus."""
+        self._metrics.waiting.set(self._worker.scheduler.waiting)
+        self._metrics.in_progress.set(len(self._worker.scheduler.jobs))
+        self._metrics.states.set(len(self._store))
+        return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def healthz(self) -> Response:
+        """Says that the process answers and can compute."""
+        if self._worker.failure is not None:
+            raise Refused(503, "failed", self._worker.failure)
+        return json_response({"status": "ok"})
+
+    async def readyz(self) -> Response:
+        """Says whether requests are being computed."""
+        await self.healthz()
+        if not self._worker.ready:
+            raise Refused(503, "not_ready", "the server is starting or stopping")
+        return json_response({"status": "ready"})
+
     def _check_size(self, num: int, length: int, known: int, source: str, passes: int = 1) -> None:
-        limits, steps = self.settings, passes * (length + known)
+        limits, steps = self._settings, passes * (length + known)
         for name, value, most, given in (
             ("num", num, limits.max_num, f"num={shown(num)} is"),
             ("length", length, limits.max_length, f"length={shown(length)} is"),
@@ -123,18 +171,18 @@ class Service:
                 raise Refused(422, "too_many", f"{given} too many; use at most {most}", name)
 
     def _model(self, name: str | None) -> Served:
-        name = next(iter(self.models), None) if name is None else name
-        if name not in self.models:
-            names = ", ".join(self.models) or "/v1/forecast, since only forecasters are served"
+        name = next(iter(self._models), None) if name is None else name
+        if name not in self._models:
+            names = ", ".join(self._models) or "/v1/forecast, since only forecasters are served"
             message = f"model={shown(name)} is unknown; use {names}"
             raise Refused(404, "unknown_model", message, "model")
-        return self.models[name]
+        return self._models[name]
 
     def _start(self, model: str | None, resume: str | None) -> tuple[Served, State | None]:
         """Returns the model of a request, and the state that it resumes, if any."""
         if resume is None:
             return self._model(model), None
-        name, state = self.store.get(resume)
+        name, state = self._store.get(resume)
         if model not in (None, name):
             raise invalid(f"model={shown(model)} is not that of resume; use {name!r}", "model")
         return self._model(name), state
@@ -142,18 +190,18 @@ class Service:
     def _end(self, served: Served, done: Done, keep: str, began: float) -> dict[str, Any]:
         """Keeps the final state of a request, and returns where to resume, with the timing."""
         assert done.state is not None
-        resume = self.store.put(served.name, done.state) if keep == "server" else None
+        resume = self._store.put(served.name, done.state) if keep == "server" else None
         place = {"model": served.name, "position": done.state.position, "resume": resume}
         return {**place, **_timing(began, done)}
 
     async def _result(self, request: Request, calls: Calls) -> Done:
         """Returns the result of calls, which are cancelled if the client leaves."""
-        result = self.worker.submit(calls)
+        result = self._worker.submit(calls)
         gone = asyncio.ensure_future(_gone(request))
         try:
             await asyncio.wait({result, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not result.done():
-                self.metrics.cancelled.inc()
+                self._metrics.cancelled.inc()
                 raise Refused(499, "disconnected", "the client left before the answer")
             return result.result()
         finally:
@@ -167,7 +215,7 @@ class Service:
     ) -> Response:
         parts: asyncio.Queue[Done | None] = asyncio.Queue()
         # Submitted before the status line is sent, so that a full queue is still a 429.
-        result = self.worker.submit(calls, parts.put_nowait)
+        result = self._worker.submit(calls, parts.put_nowait)
         result.add_done_callback(lambda _: parts.put_nowait(None))
 
         async def cancel() -> None:  # runs even if the client leaves before the first event
@@ -198,7 +246,7 @@ class Service:
         except Refused as refused:
             yield _event("error", refused.body())
         except (asyncio.CancelledError, GeneratorExit):
-            self.metrics.cancelled.inc()
+            self._metrics.cancelled.inc()
             raise
         finally:
             result.cancel()
