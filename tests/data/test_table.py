@@ -240,11 +240,10 @@ def test_columns_are_chosen_by_name(tmp_path):
         series(path, columns=("HUFLL",)),
         path,
         "'HUFLL'",
-        "HUFL, HULL, OT",
-        "did you mean",
+        "choose from 'HUFL', 'HULL', 'OT' (did you mean 'HULL'?)",
     )
     refused(series(path, columns=("OT", "OT")), "series.columns", "have 'OT' twice")
-    refused(series(path, columns=("date",)), "'date'", "HUFL, HULL, OT")
+    refused(series(path, columns=("date",)), "'date'", "choose from 'HUFL', 'HULL', 'OT'")
 
 
 def test_columns_without_names_are_numbered(tmp_path):
@@ -252,7 +251,9 @@ def test_columns_without_names_are_numbered(tmp_path):
     data = open_data(series(tmp_path / "a.npy", columns=("1",), context=2, horizon=1, scale="none"))
     assert data.train.batch([0])[0, 0].tolist() == [1]
     refused(
-        series(tmp_path / "a.npy", columns=("0",)), "no column of numbers '0'", "available: 1, 2"
+        series(tmp_path / "a.npy", columns=("0",)),
+        "no column of numbers '0'",
+        "choose from '1', '2'",
     )
 
 

@@ -36,24 +36,19 @@ def describe(data: Data) -> dict[str, Any]:
         "splits": {name: len(split) for name, split in splits.items()},
         "split_seed": data.config.seed,
         "suggested_head": data.meta.suggested_head,
-        "files": [{"path": str(path), "sha256": _file_sha256(path)} for path in data.files],
+        "files": [
+            {"path": str(path), "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+            for path in data.files
+        ],
     }
     if train.labels is not None:
-        facts["classes"] = {
-            name: torch.bincount(split.labels, minlength=10).tolist()
-            for name, split in splits.items()
-            if split.labels is not None
-        }
+        labels = {name: split.labels for name, split in splits.items() if split.labels is not None}
+        facts["classes"] = {k: torch.bincount(v, minlength=10).tolist() for k, v in labels.items()}
     if train.lengths is not None:
         facts["lengths"] = [bound.item() for bound in torch.aminmax(train.lengths)]
     if data.meta.columns is not None:
         facts["columns"] = list(data.meta.columns)
     return facts
-
-
-def _file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def picture(data: Data, path: str | Path) -> Path:

@@ -7,7 +7,6 @@ column of true and false is read as 1 and 0. Columns without any number are left
 So are columns of numbers called `date`, `time` or `index`, unless the user asks for them.
 """
 
-import difflib
 import io
 import re
 import warnings
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from vssm.checks import name_allowed
 from vssm.data.files import read_bytes, read_numpy
 
 __all__ = ["Table", "filled", "find_columns", "read_table", "uneven_dates", "usual_columns"]
@@ -69,9 +69,9 @@ def read_table(path: Path, time: str | None = None) -> Table:
     texts = [name for name in frame if name not in numeric]
     if time is None:
         time = _time_column(frame[texts])
-    elif time != "none" and time not in texts:
-        there = ", ".join(map(repr, texts)) or "none"
-        raise ValueError(f"{path} has no column of dates {time!r}; available: {there}")
+    elif time not in (*texts, "none"):
+        choices = name_allowed(time, (*texts, "none"))
+        raise ValueError(f"{path} has no column of dates {time!r}; {choices}")
     times = None if time in (None, "none") else _times(frame[time], path)
     time = None if times is None else time
     return Table(path, tuple(numeric), np.stack([*numeric.values()], 1), times, time, frame)
@@ -86,8 +86,7 @@ def _read_frame(path: Path) -> Frame:
         if values.ndim not in (1, 2) or values.dtype.kind not in "fiub":
             found = f"{values.dtype} of shape {values.shape}"
             raise ValueError(f"{path} holds {found}; expected numbers (rows, columns)")
-        frame: Frame = pandas.DataFrame(values)
-        return frame.set_axis([str(k) for k in frame], axis=1)
+        return pandas.DataFrame(values).rename(columns=str)
     content = read_bytes(path)
     try:
         if name.endswith((".parquet", ".pq")):
@@ -126,8 +125,7 @@ def _read_csv(content: bytes) -> Frame:
     style |= {"header": 0 if header else None, "index_col": False, "low_memory": False}
     style |= {"na_values": ["?", "na", "none"], "float_precision": "round_trip"}
     frame: Frame = pandas.read_csv(io.StringIO(text), **style)
-    frame.columns = names if header else [str(k) for k in range(frame.shape[1])]
-    return frame
+    return frame.set_axis(names, axis=1) if header else frame.rename(columns=str)
 
 
 def _numbers(cells: Column, path: Path) -> np.ndarray | None:
@@ -173,13 +171,12 @@ def _times(cells: Column, path: Path) -> np.ndarray:
     times = _dates(cells)
     missing, late = np.isnat(times), np.r_[False, times[1:] <= times[:-1]]
     for row in np.flatnonzero(missing | late):
+        cell = "" if cells.isna().iloc[row] else str(cells.iloc[row])
+        what = f"comes after {str(cells.iloc[row - 1])!r}; dates must ascend"
         if missing[row]:
             what = "is no date; expected ISO 8601, such as 2016-07-01 13:00, in every row"
         elif times[row] == times[row - 1]:
             what = "is there twice"
-        else:
-            what = f"comes after {str(cells.iloc[row - 1])!r}; dates must ascend"
-        cell = "" if cells.isna().iloc[row] else str(cells.iloc[row])
         raise ValueError(
             f"{path}: row {row + 1}, column {cells.name!r}: {cell!r} {what}"
             " (--series.time none leaves dates out)"
@@ -195,19 +192,13 @@ def find_columns(table: Table, columns: Sequence[str]) -> list[int]:
         >>> find_columns(table, ["b, c", "d,a"])
         [1, 2, 0]
     """
-    wanted = [
-        name
-        for part in columns
-        for name in ([part] if part in table.names else map(str.strip, part.split(",")))
-    ]
+    wanted: list[str] = []
+    for part in columns:
+        wanted += [part] if part in table.names else map(str.strip, part.split(","))
     for name in wanted:
         if name not in table.names:
-            near = difflib.get_close_matches(name, table.names, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            there = ", ".join(table.names)
-            raise ValueError(
-                f"{table.path} has no column of numbers {name!r}; {hint}available: {there}"
-            )
+            choices = name_allowed(name, table.names)
+            raise ValueError(f"{table.path} has no column of numbers {name!r}; {choices}")
     return [table.names.index(name) for name in wanted]
 
 
