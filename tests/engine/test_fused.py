@@ -10,8 +10,13 @@ from tests.conftest import KINDS, relative_error, same_results, same_states, seq
 from tests.interpreter import DEVICE, INTERPRETED, kernels, needs_interpreter, run_interpreted
 from vssm import Engine, generate
 from vssm.engine.fused import FusedMamba, PackedLinear, fuse
+from vssm.ops import linear
 
-BACKEND = "triton" if INTERPRETED else "auto"
+
+@pytest.fixture(autouse=INTERPRETED)
+def products_of_kernels(monkeypatch):
+    """In the interpreter, products of a CPU run by the kernels of a GPU."""
+    monkeypatch.setattr(linear, "_runs_kernels", lambda *_: True)
 
 
 @needs_interpreter
@@ -19,10 +24,10 @@ def test_in_the_interpreter():
     run_interpreted(__file__)
 
 
-def fused(model, backend=BACKEND):
+def fused(model):
     """A frozen copy whose blocks are fused."""
     frozen = copy.deepcopy(model).requires_grad_(False)
-    fuse(frozen, backend)
+    fuse(frozen)
     return frozen
 
 
@@ -79,7 +84,7 @@ MODELS = [*({"kind": kind} for kind in KINDS), {"kind": "vssm", "levels": 3, "la
 @pytest.mark.parametrize("options", MODELS, ids=str)
 def test_a_fused_model_generates_as_the_plain_one(options, dtype):
     model = small_model(**options).to(DEVICE, dtype)
-    own, prompt = fused(model, "auto"), sequences(model, 2, 3).to(DEVICE)
+    own, prompt = fused(model), sequences(model, 2, 3).to(DEVICE)
     assert any(isinstance(part, PackedLinear) for part in own.modules())
     tolerance = 1e-5 if dtype.itemsize > 2 else 1e-2
     for given in ({"num": 2}, {"prompt": prompt}):
@@ -88,7 +93,7 @@ def test_a_fused_model_generates_as_the_plain_one(options, dtype):
         rests = [generate(each, length=3, state=wanted.state) for each in (own, model)]
         same_results(*rests, tolerance)
     again = copy.deepcopy(own)
-    fuse(again, "auto")  # of fused blocks there is nothing to fuse
+    fuse(again)  # of fused blocks there is nothing to fuse
     same_results(generate(again, num=2, length=5), generate(own, num=2, length=5), 1e-12)
     if options["kind"] in ("tvae", "vssm") and "levels" not in options:
         refined = [generate(each, num=2, length=5, passes=3) for each in (own, model)]
@@ -150,7 +155,7 @@ def test_a_layer_that_was_replaced_is_called(kind, name, make):
     options = {"num": 2, "length": 5, "seed": 1, "observe": "sample"}
     wanted = generate(model, **options)
     assert relative_error(wanted.x, before.x) > 1e-4, "the adapter matters"
-    same_results(generate(fused(model, "auto"), **options), wanted)
+    same_results(generate(fused(model), **options), wanted)
 
 
 HOOKED = ["decoder", "decoder.blocks.1", "decoder.blocks.1.mixer"]
@@ -168,7 +173,7 @@ def test_a_hook_that_changes_a_result_is_called(name):
     model.get_submodule(name).register_forward_hook(add)
     wanted = generate(model, **options)
     assert relative_error(wanted.x, before.x) > 1e-4, "the hook matters"
-    own = fused(model, "auto")
+    own = fused(model)
     same_results(generate(own, **options), wanted)
     same_results(Engine(model).generate(**options), wanted)
 

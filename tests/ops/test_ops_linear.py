@@ -31,6 +31,12 @@ def normal(*shape, seed=0):
     return values.to(DEVICE, torch.float32)
 
 
+def by_kernels(*arguments, **options):
+    from vssm.ops.linear import triton
+
+    return triton.linear(*arguments, **options)
+
+
 def rms_norm(width):
     norm = RMSNorm(width, eps=1e-5).to(DEVICE)
     with torch.no_grad():
@@ -73,8 +79,8 @@ def test_matches_float64(size):
         normal(N, seed=2),
         normal(M, N, seed=3),
     )
-    assert relative_error(linear(x, weight, backend="triton"), exact(x, weight)) < SINGLE
-    given = linear(x, weight, bias, add, rms_norm(K), backend="triton")
+    assert relative_error(by_kernels(x, weight), exact(x, weight)) < SINGLE
+    given = by_kernels(x, weight, bias, add, rms_norm(K))
     assert given.dtype == torch.float32
     assert relative_error(given, exact(x, weight, bias, add, rms_norm(K))) < SINGLE
 
@@ -88,7 +94,7 @@ def test_rows_of_any_scale(rows):
     x *= torch.logspace(-12, 12, rows).to(DEVICE)[:, None]
     weight *= torch.logspace(-12, 12, 24).to(DEVICE)[:, None]
     weight[7] = 0
-    given, wanted = linear(x, weight, backend="triton"), exact(x, weight)
+    given, wanted = by_kernels(x, weight), exact(x, weight)
     assert (given[:, 7] == 0).all()
     scale = x.double().norm(dim=1)[:, None] * weight.double().norm(dim=1)
     assert ((given - wanted).abs() <= SINGLE * scale).all()
@@ -99,15 +105,14 @@ def test_rows_of_any_scale(rows):
 @torch.no_grad()
 def test_what_is_not_finite_stays_so():
     from vssm.ops.linear.triton import Plan
-    from vssm.ops.linear.triton import linear as forward
 
     x, weight = normal(3, 64), normal(20, 64, seed=1)
     x[1, 5], x[2, 6] = float("inf"), float("nan")
     for how in (None, *(Plan(16, 16, 32, 1, 4, 2, method) for method in ("tf32", "float32"))):
-        given = forward(x, weight, how=how)
+        given = by_kernels(x, weight, how=how)
         assert torch.isfinite(given[0]).all()
         assert not torch.isfinite(given[1:]).any()
-        assert not torch.isfinite(forward(weight, x, how=how)[:, 1:]).any()
+        assert not torch.isfinite(by_kernels(weight, x, how=how)[:, 1:]).any()
 
 
 @kernels
@@ -120,16 +125,16 @@ def test_leading_dimensions_and_strides():
         whole[0, 0, :64],
         normal(64, 2, 3).movedim(0, -1),
     ):
-        given = linear(x, weight, backend="triton")
+        given = by_kernels(x, weight)
         assert given.shape == (*x.shape[:-1], 20) and given.is_contiguous()
         assert relative_error(given, exact(x, weight)) < SINGLE
     add = normal(20, 2, 3).movedim(0, -1)
-    given = linear(whole[..., :64], weight, add=add, backend="triton")
+    given = by_kernels(whole[..., :64], weight, add=add)
     assert relative_error(given, exact(whole[..., :64], weight, add=add)) < SINGLE
-    assert linear(whole[:0, :, :64], weight, backend="triton").shape == (0, 3, 20)
+    assert by_kernels(whole[:0, :, :64], weight).shape == (0, 3, 20)
     bias = normal(20, 2, seed=2)[:, 1]
     for x in (whole[0, :1, :64], whole[..., :64]):
-        given = linear(x, weight, bias, backend="triton")
+        given = by_kernels(x, weight, bias)
         assert relative_error(given, exact(x, weight, bias)) < SINGLE
 
 
@@ -139,7 +144,6 @@ def test_leading_dimensions_and_strides():
 def test_every_method(method):
     """Each with and without parts of K, a norm, and rows, columns and K that no tile divides."""
     from vssm.ops.linear.triton import Plan
-    from vssm.ops.linear.triton import linear as forward
 
     whole, weight, bias, add = (
         normal(37, 224),
@@ -151,9 +155,9 @@ def test_every_method(method):
     x *= torch.logspace(-3, 3, 37).to(DEVICE)[:, None]
     for parts in (1,) if method == "float32" else (1, 3):
         how = Plan(16, 16, 32, parts, 4, 2, method)
-        given = forward(x, weight, bias, add, norm, how)
+        given = by_kernels(x, weight, bias, add, norm, how)
         assert relative_error(given, exact(x, weight, bias, add, norm)) < SINGLE
-        given = forward(x, weight, how=how)
+        given = by_kernels(x, weight, how=how)
         scale = x.double().norm(dim=1)[:, None] * weight.double().norm(dim=1)
         assert ((given - exact(x, weight)).abs() <= SINGLE * scale).all()
 
@@ -163,21 +167,20 @@ def test_every_method(method):
 def test_a_packed_weight_gives_the_same_products():
     """Its halves are made when a product first reads them, and kept."""
     from vssm.ops.linear.triton import Plan
-    from vssm.ops.linear.triton import linear as forward
 
     how = Plan(16, 16, 32, 1, 4, 2, "float16")
     x, weight, made = normal(5, 64), normal(20, 64), []
     packed = PackedWeight(weight)
-    wanted = forward(x, weight, how=how)
+    wanted = by_kernels(x, weight, how=how)
     for _ in range(2):
-        assert torch.equal(forward(x, packed, how=how), wanted)
+        assert torch.equal(by_kernels(x, packed, how=how), wanted)
         made.append(packed.halves(lambda weight: pytest.fail("they are kept")))
     assert made[0] is made[1]
     assert relative_error(wanted, exact(x, weight)) < SINGLE
     for rows in (1, 5, 66):
         x, add = normal(rows, 64), normal(rows, 20, seed=2)
-        given = linear(x, packed, None, add, rms_norm(64), "triton")
-        assert torch.equal(given, linear(x, weight, None, add, rms_norm(64), "triton"))
+        given = by_kernels(x, packed, None, add, rms_norm(64))
+        assert torch.equal(given, by_kernels(x, weight, None, add, rms_norm(64)))
 
 
 @pytest.mark.gpu
@@ -267,7 +270,7 @@ def test_real_sizes_are_accurate_and_repeat(size):
         normal(N, seed=2),
         normal(M, N, seed=3),
     )
-    first, second = (linear(x, weight, bias, add, rms_norm(K), backend="auto") for _ in range(2))
+    first, second = (linear(x, weight, bias, add, rms_norm(K)) for _ in range(2))
     assert torch.equal(first, second)
     wanted = exact(x, weight, bias, add, rms_norm(K))
     assert relative_error(first, wanted) < SINGLE
@@ -275,9 +278,7 @@ def test_real_sizes_are_accurate_and_repeat(size):
         x.abs(), weight.abs()
     )  # sums that grow, where every cut-off bit has the same sign
     twin = relative_error(F.linear(x.abs(), weight.abs()), positive)
-    assert relative_error(linear(x.abs(), weight.abs(), backend="triton"), positive) < max(
-        SINGLE, 2 * twin
-    )
+    assert relative_error(by_kernels(x.abs(), weight.abs()), positive) < max(SINGLE, 2 * twin)
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ from vssm.ops.linear import PackedWeight, linear
 __all__ = ["fuse"]
 
 
-def fuse(model: Model, backend: str = "auto") -> None:
+def fuse(model: Model) -> None:
     """Replaces the layers and blocks of a frozen model by fused ones, in place.
 
     Modules of other classes, such as the adapters of LoRA, stay as they are, and so do the blocks
@@ -27,26 +27,25 @@ def fuse(model: Model, backend: str = "auto") -> None:
 
     Arguments:
         model: The model. Its weights must not change any more.
-        backend: The backend of the products, for tests; "auto" takes the kernels on CUDA.
     """
     if isinstance(model, Variational):
         model.encoder = nn.Identity()  # generation does not read it  # type: ignore[assignment]
     join_weights(model)
     if not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules()):
-        _replace(model, backend)
+        _replace(model)
 
 
-def _replace(parent: nn.Module, backend: str) -> None:
+def _replace(parent: nn.Module) -> None:
     for name, child in list(parent.named_children()):
-        _replace(child, backend)
+        _replace(child)
         if type(child) is Linear:
-            child = PackedLinear(child, backend)
+            child = PackedLinear(child)
         elif type(child) is MambaBlock and _has_own_parts(child):
-            child = FusedMamba(child, backend)
+            child = FusedMamba(child)
         elif type(child) is AttentionBlock and _has_own_parts(child):
             child = FusedAttention(child)
         elif type(child) is GRUBlock and _has_own_parts(child):
-            child = FusedGRU(child, backend)
+            child = FusedGRU(child)
         setattr(parent, name, child)
 
 
@@ -62,13 +61,12 @@ class PackedLinear(nn.Module):
 
     weight: Tensor
     bias: nn.Parameter
-    backend: str
     in_features: int
     out_features: int
 
-    def __init__(self, layer: Linear, backend: str) -> None:
+    def __init__(self, layer: Linear) -> None:
         super().__init__()
-        self.weight, self.bias, self.backend = layer.weight, layer.bias, backend
+        self.weight, self.bias = layer.weight, layer.bias
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.packed: PackedWeight = PackedWeight(layer.weight)
 
@@ -76,21 +74,20 @@ class PackedLinear(nn.Module):
         self, x: Tensor, add: Tensor | None = None, norm: nn.RMSNorm | None = None
     ) -> Tensor:
         """Maps x (..., K), after the norm, to (..., N) and adds `add` (..., N)."""
-        return linear(x, self.packed, self.bias, add, norm, self.backend)
+        return linear(x, self.packed, self.bias, add, norm)
 
 
 class FusedMamba(MambaBlock):
     """Creates a frozen Mamba block from a plain one."""
 
-    backend: str
     in_weight: PackedWeight
     taps: Tensor
     bias: Tensor
 
-    def __init__(self, block: MambaBlock, backend: str) -> None:
+    def __init__(self, block: MambaBlock) -> None:
         nn.Module.__init__(self)
         mixer = block.mixer
-        self.norm, self.mixer, self.backend = block.norm, mixer, backend
+        self.norm, self.mixer = block.norm, mixer
         assert isinstance(mixer.in_proj, PackedLinear)
         assert mixer.conv1d.bias is not None
         self.in_weight = mixer.in_proj.packed
@@ -102,10 +99,10 @@ class FusedMamba(MambaBlock):
         """Maps x (B, T, width) to (B, T, width) and returns the state after the last step."""
         mixer = self.mixer
         conv, h = (None, None) if state is None else (state["conv"], state["ssm"])
-        u, z = linear(x, self.in_weight, norm=self.norm, backend=self.backend).chunk(2, -1)
+        u, z = linear(x, self.in_weight, norm=self.norm).chunk(2, -1)
         u, conv = causal_conv_silu(u, self.taps, self.bias, conv)
         dt, B, C = mixer.x_proj(u).split([mixer.rank, mixer.states, mixer.states], -1)
-        dt = linear(dt, self.dt_weight, backend=self.backend)
+        dt = linear(dt, self.dt_weight)
         inputs = u, dt, self.A, B, C, mixer.D, z, mixer.dt_proj.bias
         y, h = selective_scan(*inputs, softplus=True, h0=h)
         position = x.shape[1] + (0 if state is None else state.position)
@@ -131,11 +128,9 @@ class FusedAttention(AttentionBlock):
 class FusedGRU(GRUBlock):
     """Creates a frozen GRU block from a plain one: a step has two products and one kernel."""
 
-    backend: str
-
-    def __init__(self, block: GRUBlock, backend: str) -> None:
+    def __init__(self, block: GRUBlock) -> None:
         nn.Module.__init__(self)
-        self.norm, self.gru, self.backend = block.norm, block.gru, backend
+        self.norm, self.gru = block.norm, block.gru
         weights = dict(block.gru.named_parameters())
         self.input_weight: PackedWeight = PackedWeight(weights["weight_ih_l0"])
         self.hidden_weight: PackedWeight = PackedWeight(weights["weight_hh_l0"])
@@ -144,7 +139,7 @@ class FusedGRU(GRUBlock):
         """Returns the hidden state after one step."""
         if not x.is_cuda:
             return super().cell(x, h)
-        gates = linear(x[:, 0], self.input_weight, norm=self.norm, backend=self.backend)
-        recurrent = linear(h, self.hidden_weight, backend=self.backend)
+        gates = linear(x[:, 0], self.input_weight, norm=self.norm)
+        recurrent = linear(h, self.hidden_weight)
         biases = self.gru.bias_ih_l0, self.gru.bias_hh_l0
         return torch.ops.aten._thnn_fused_gru_cell(gates, recurrent, h, *biases)[0]

@@ -57,40 +57,28 @@ def linear(
     bias: Tensor | None = None,
     add: Tensor | None = None,
     norm: nn.RMSNorm | None = None,
-    backend: str = "auto",
 ) -> Tensor:
     """Multiplies the rows of x, after the norm, by a weight and adds the bias and `add`.
-
-    The backend is "auto", "reference" or, for tests, "triton".
 
     Example:
         >>> weight, bias = torch.tensor([[3.0, 4.0], [5.0, 6.0]]), torch.tensor([0.5, 0.0])
         >>> linear(torch.tensor([1.0, 2.0]), weight, bias, add=torch.ones(2))
         tensor([12.5000, 18.0000])
     """
-    if not _runs_kernels(backend, x, weight, bias, add, norm):
-        whole = weight.weight if isinstance(weight, PackedWeight) else weight
-        y = F.linear(x if norm is None else norm(x), whole, bias)
-        return y if add is None else add + y
-    from vssm.ops.linear import triton as kernels
+    matrix = weight.weight if isinstance(weight, PackedWeight) else weight
+    if _runs_kernels(x, matrix, bias, add, None if norm is None else norm.weight):
+        from vssm.ops.linear import triton as kernels
 
-    return kernels.linear(x, weight, bias, add, norm)
+        return kernels.linear(x, weight, bias, add, norm)
+    y = F.linear(x if norm is None else norm(x), matrix, bias)
+    return y if add is None else add + y
 
 
-def _runs_kernels(
-    backend: str,
-    x: Tensor,
-    packed: Tensor | PackedWeight,
-    bias: Tensor | None = None,
-    add: Tensor | None = None,
-    norm: nn.RMSNorm | None = None,
-) -> bool:
+def _runs_kernels(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
     """Says whether the kernels run: on CUDA, for float32 without gradients, and for most widths."""
-    if backend != "auto" or not x.is_cuda:
-        return backend == "triton"
-    weight = packed.weight if isinstance(packed, PackedWeight) else packed
-    given = (x, weight, bias, add, None if norm is None else norm.weight)
-    tensors = [t for t in given if t is not None]
+    if not x.is_cuda:
+        return False
+    tensors = [t for t in (x, weight, *others) if t is not None]
     return (
         not needs_operator(*tensors)
         and all(t.dtype == torch.float32 and t.device == x.device for t in tensors)
