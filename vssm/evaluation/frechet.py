@@ -6,16 +6,11 @@ With centred features X = Q R (an orthogonal Q) and Σ = Xᵀ X / (M - 1), the l
 the singular values of R_a R_bᵀ over sqrt((M_a - 1)(M_b - 1)). No matrix is squared or rooted, so a
 singular covariance costs no precision and gives no NaN.
 
-The classifier's recipe is fixed, so that figures compare: 3 x 3 convolutions of 32, 64, 128
-channels with strides 1, 2, 2 and ReLU, 64 ReLU features, a linear output; Adam 1e-3, batch 256,
-4 epochs, Gaussian input noise 0.05, seed 1. Images are clamped to [0, 1].
+The classifier's recipe is fixed, so that figures compare: 3 x 3 convolutions with ReLU, a layer of
+ReLU features and a linear output, trained by Adam with Gaussian noise on its input.
 
-| symbol | code | shape |
-| --- | --- | --- |
-| images | `images` | (M, H, W, C) in [0, 1] |
-| features | `features_a`, `features_b` | (M, 64) float64 |
-| μ, Σ | `mean`, not formed | (64,), (64, 64) |
-| R | `root` | (min(M, 64), 64), divided by sqrt(M - 1) |
+Legend: images (M, H, W, C), clamped to [0, 1]; features (M, 64) float64; μ (64,); Σ (64, 64), which
+is not formed; R (min(M, 64), 64), divided by sqrt(M - 1).
 """
 
 import hashlib
@@ -24,6 +19,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,9 +51,7 @@ Progress = Callable[[int, int], None]
 class Classifier(nn.Module):
     """A small convolutional classifier in float32; its last hidden layer is the feature space.
 
-    Arguments:
-        shape: Height, width and channels of an image.
-        num_classes: The number of classes.
+    `shape` is the height, width and channels of an image.
 
     Example:
         >>> classifier = Classifier((8, 8, 1), num_classes=10)
@@ -69,14 +63,13 @@ class Classifier(nn.Module):
         super().__init__()
         height, width, before = shape
         self.convolutions: nn.ModuleList = nn.ModuleList()
+        exact: Any = {"dtype": torch.float32}  # whatever the default of PyTorch is
         for channels, stride in zip(_RECIPE["channels"], _RECIPE["strides"], strict=True):
-            layer = nn.Conv2d(before, channels, 3, stride, padding=1, dtype=torch.float32)
-            self.convolutions.append(layer)
+            self.convolutions.append(nn.Conv2d(before, channels, 3, stride, padding=1, **exact))
             height, width, before = -(-height // stride), -(-width // stride), channels
-        self.hidden: nn.Linear = nn.Linear(
-            height * width * before, _RECIPE["features"], dtype=torch.float32
-        )
-        self.out: nn.Linear = nn.Linear(_RECIPE["features"], num_classes, dtype=torch.float32)
+        num = _RECIPE["features"]
+        self.hidden: nn.Linear = nn.Linear(height * width * before, num, **exact)
+        self.out: nn.Linear = nn.Linear(num, num_classes, **exact)
 
     def features(self, images: Tensor) -> Tensor:
         """Maps images (B, H, W, C) to features (B, 64)."""
@@ -97,17 +90,10 @@ def train_classifier(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> Classifier:
-    """Trains the classifier by the fixed recipe.
+    """Trains the classifier by the fixed recipe on images (M, H, W, C) and their labels (M,).
 
-    Arguments:
-        images: The training images, (M, H, W, C) in [0, 1].
-        labels: Their classes, (M,) integers.
-        num_classes: The number of classes.
-        device: Where to train; the random numbers are the same everywhere.
-        progress: Called after every step with (done, total).
-
-    Returns:
-        The classifier, on the device, without gradients.
+    The random numbers are the same on every device. `progress` is called after every step with
+    (done, total). The classifier is returned without gradients.
 
     Example:
         >>> images = torch.rand(20, 8, 8, 1)
@@ -166,37 +152,24 @@ def cached_classifier(
     classifier = train_classifier(images, labels, num_classes, device, progress)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        tensors = {name: tensor.cpu() for name, tensor in classifier.state_dict().items()}
-        write_tensors(path, tensors)
+        write_tensors(path, {name: own.cpu() for name, own in classifier.state_dict().items()})
     return classifier
 
 
 @torch.no_grad()
 def features(classifier: Classifier, images: Tensor) -> Tensor:
-    """Returns the features of images, which are clamped to [0, 1].
-
-    Arguments:
-        classifier: As returned by `train_classifier`.
-        images: (M, H, W, C), on any device.
-
-    Returns:
-        (M, 64) float64, on the CPU.
-    """
-    device = classifier.out.weight.device
+    """Returns the features of images on any device, (M, 64) float64 on the CPU."""
+    parts, device = [], classifier.out.weight.device
     with _exact():
-        parts = [
-            classifier.features(part.to(device).float().clamp(0, 1)).double().cpu()
-            for part in images.split(_IMAGES_PER_PASS)
-        ]
+        for part in images.split(_IMAGES_PER_PASS):
+            parts.append(classifier.features(part.to(device).float().clamp(0, 1)).double().cpu())
     return torch.cat(parts)
 
 
 def frechet_distance(features_a: Tensor, features_b: Tensor) -> float:
     """Returns the Fréchet distance between the Gaussians fitted to two sets of features.
 
-    Arguments:
-        features_a: (M_a, F), at least two rows of finite numbers.
-        features_b: (M_b, F), likewise.
+    The features are (M_a, F) and (M_b, F), at least two rows of finite numbers each.
 
     Example:
         >>> a = torch.tensor([[0.0], [2.0], [4.0]])     # mean 2, deviation 2

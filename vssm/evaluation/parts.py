@@ -26,7 +26,7 @@ from torch import Tensor
 
 from vssm import noise
 from vssm.data import Meta
-from vssm.evaluation.quality import LARGE_BATCH, Work, spread
+from vssm.evaluation.quality import LARGE_BATCH, Work, passes_shown, spread
 from vssm.forecasting.metrics import crps
 from vssm.likelihoods import log_likelihood
 from vssm.models import Model
@@ -90,7 +90,7 @@ def fill_ways(length: int, curves: bool, names: tuple[str, ...], passes: int) ->
     """
     ways: dict[str, Way] = {"one_shot": (None, 1)}
     if curves:
-        ways |= {f"s{s}": (None, s) for s in sorted({2, 4, 8, 16, length}) if 1 < s <= length}
+        ways |= {f"s{s}": (None, s) for s in passes_shown(length)}
     if length > 1:
         ways["prompted"] = ("prefix", 1)
     return ways | {suffix(name, passes): (name, passes) for name in names}

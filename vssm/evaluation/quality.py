@@ -36,7 +36,8 @@ from vssm.evaluation.frechet import cached_classifier, features, frechet_distanc
 from vssm.models import AnyPart, Ladder, Model, Variational
 
 __all__ = ["LARGE_BATCH", "Progress", "Work", "dials", "generation_calls", "image_makers"]
-__all__ += ["image_quality", "measure_times", "observed", "spread", "ways_to_sample"]
+__all__ += ["image_quality", "measure_times", "observed", "passes_shown", "spread"]
+__all__ += ["ways_to_sample"]
 
 LARGE_BATCH = 256
 """Sequences of the times of the dials."""
@@ -62,6 +63,11 @@ def observed(model: Model, levels: int | None) -> str:
     return "sample" if model.config.head == "bernoulli" and levels == 2 else "mean"
 
 
+def passes_shown(length: int) -> list[int]:
+    """Returns the numbers of passes S of a curve, without one pass."""
+    return [s for s in sorted({2, 4, 8, 16, length}) if 1 < s <= length]
+
+
 def ways_to_sample(model: Model, length: int, curves: bool = False) -> dict[str, Options]:
     """Returns the options of `generate` for every way to sample.
 
@@ -84,7 +90,7 @@ def ways_to_sample(model: Model, length: int, curves: bool = False) -> dict[str,
         sizes = sorted({length // 2, quarter, 4, 2, 1}, reverse=True)
         ways |= {f"w{w}": {"chunk": w, "recondition": True} for w in sizes if 0 < w < length}
     if "passes" in dials(model) and curves:
-        ways |= {f"s{s}": {"passes": s} for s in sorted({2, 4, 8, 16, length}) if 1 < s <= length}
+        ways |= {f"s{s}": {"passes": s} for s in passes_shown(length)}
         few = [s for s in (2, 4) if s < quarter]
         ways |= {f"w{quarter}_s{s}": {"chunk": quarter, "passes": s} for s in few}
     return {name: {"length": length, **options} for name, options in ways.items()}
@@ -154,13 +160,9 @@ def measure_times(
 ) -> dict[str, float]:
     """Measures the milliseconds of calls.
 
-    `timing_spread` is the largest ratio of the third to the first quartile: far above 1, the
-    machine was busy and the times mean little.
-
-    Arguments:
-        work: What is measured.
-        calls: What to time, by the name of its metric.
-        repeats: Calls of which the median is taken, fewer when they are slow.
+    Each is the median of `repeats` calls, fewer when they are slow. `timing_spread` is the largest
+    ratio of the third to the first quartile: far above 1, the machine was busy and the times mean
+    little.
     """
     metrics, widest = {}, 1.0
     for done, (name, call) in enumerate(calls.items()):
@@ -196,10 +198,8 @@ def image_quality(
 ) -> dict[str, float]:
     """Measures Fréchet distances between the split and samples, completions and training images.
 
-    Arguments:
-        work: What is measured; its data are images with labels.
-        num_images: Samples for every distance, at most as many as the split has.
-        ways: What makes the sequences with some numbers, by the name of its metric.
+    The data are images with labels. `ways` make the sequences with some numbers, by the name of
+    their metric; each makes `num_images`, or as many as the split has.
     """
     split, train, to_image = work.split, work.data.train, work.data.meta.to_image
     assert train.labels is not None and split.labels is not None

@@ -55,11 +55,8 @@ def keep_result(
 ) -> None:
     """Writes the evaluation of a run to a file of its own, and a picture of samples beside it.
 
-    Arguments:
-        folder: A run folder with `eval.json`.
-        path: Where the result goes, by custom results/quality/DATA_NAME.json.
-        device: Where to draw the samples.
-        data_dir: Where the data files are, if not where they were in training.
+    The samples are drawn on `device`; `data_dir` is where the data files are, if not where they
+    were in training.
     """
     folder, path = Path(folder), Path(path)
     check_result_path(path)
@@ -113,13 +110,8 @@ def _rounded(values: Sequence[float | None]) -> list[float | None]:
 def draw_grid(data: Data, model: Model, path: Path, ways: Sequence[Options], seed: int = 0) -> None:
     """Draws samples pixel by pixel: three rows for each way, and three rows of completions.
 
-    Arguments:
-        data: The images that the model was trained on.
-        model: The model.
-        path: The PNG, replaced as a whole.
-        ways: Options of `generate` for samples from nothing. A model with known="any" makes them in
-            one pass and in four.
-        seed: The seed of the samples.
+    The ways are options of `generate` for samples from nothing. A model with known="any" makes them
+    in one pass and in four.
     """
     from matplotlib.image import imsave
 
