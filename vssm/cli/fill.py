@@ -17,7 +17,7 @@ from vssm.data.series import TableWindows
 from vssm.data.storage import write_atomically
 from vssm.data.table import find_columns, read_table
 from vssm.forecasting.files import write_forecast
-from vssm.models import Model
+from vssm.models import Model, first_weight
 from vssm.runs.checkpoint import load_finite
 from vssm.runs.pretrained import find
 
@@ -81,15 +81,14 @@ class Fill:
 
     def _check_out(self, *suffixes: str) -> None:
         if self.out.suffix not in suffixes:
-            raise ValueError(
-                f"out={str(self.out)!r} does not fit this run; use {' or '.join(suffixes)}"
-            )
+            usable = " or ".join(suffixes)
+            raise ValueError(f"out={str(self.out)!r} does not fit this run; use {usable}")
 
     def _samples(
         self, model: Model, x: torch.Tensor, known: torch.Tensor, observe: str = "mean"
     ) -> torch.Tensor:
         """Returns samples (B, num, T, ...) of sequences with gaps."""
-        device = next(model.parameters()).device
+        device = first_weight(model).device
         made = x[:, None].expand(-1, self.num, *x.shape[1:]).clone()
         gaps = (~known).flatten(1).any(1).nonzero().flatten()  # the others are there already
         if not len(gaps):
@@ -180,10 +179,9 @@ class Fill:
 
 def _read_picture(path: Path, name: str, size: tuple[int, int], mode: str) -> np.ndarray:
     try:
-        with Image.open(path) as image:
-            given, pixels = image.size[::-1], None
-            if given == size:  # a picture of another size is not unpacked
-                pixels = np.asarray(image.convert(mode))
+        with Image.open(path) as image:  # a picture of another size is not unpacked
+            given = image.size[::-1]
+            pixels = np.asarray(image.convert(mode)) if given == size else None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         raise ValueError(f"{name}={str(path)!r} is no picture; give a PNG file") from None
     if pixels is None:

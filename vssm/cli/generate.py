@@ -11,7 +11,7 @@ import vssm
 from vssm.checks import choose_device, whole_number
 from vssm.cli.samples import check_files, check_state_target, read_prompt, write_samples
 from vssm.data import Meta, read_meta, steps_left
-from vssm.models import Model
+from vssm.models import Model, first_weight
 from vssm.runs.checkpoint import load_finite
 from vssm.runs.pretrained import find
 
@@ -74,8 +74,7 @@ class Generate:
         if prompt is not None:
             model.head.validate(prompt, "prompt", values=False, steps=0)
             known += prompt.shape[1]
-        names = ("passes", "temperature", "observe")
-        dials = {name: getattr(self, name) for name in names}
+        dials = {"passes": self.passes, "temperature": self.temperature, "observe": self.observe}
         if self.label is not None or (meta is not None and meta.classes):
             x, after = self._draw_classes(model, meta, prompt, dials).cpu(), None
         else:
@@ -105,7 +104,7 @@ class Generate:
             if getattr(self, name):
                 raise ValueError(f"--{name} is not for models that know classes")
         num = self.num or (16 if prompt is None else len(prompt))
-        device = next(model.parameters()).device
+        device = first_weight(model).device
         first = 0 if prompt is None else prompt.shape[1]
         length = first + (self.length or steps_left(meta, first, "--length"))
         x = torch.full((num, length, meta.features), torch.nan, device=device)
