@@ -565,10 +565,9 @@ def test_where_files_go_is_checked_before_the_work(run_folder, tmp_path, monkeyp
     ):
         assert message in fails(capsys, "generate", run_folder, *options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.npy"], "nothing was written"
-    for name in ("--out", "--picture"):
-        assert fails(capsys, "data", "digits", name, "nowhere/x.png") == (
-            "vssm: out='nowhere/x.png' is no file name in a folder that exists\n"
-        )
+    assert fails(capsys, "data", "digits", "--out", "nowhere/x.png") == (
+        "vssm: out='nowhere/x.png' is no file name in a folder that exists\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -590,7 +589,7 @@ def test_the_picture_of_data_goes_where_it_is_asked_for(tmp_path, monkeypatch, c
     for options, name in (
         ([], "digits.png"),
         (["--out", "a.png"], "a.png"),
-        (["--picture", "b"], "b"),
+        (["--out", "b"], "b"),
     ):
         main(["data", "digits", *options])
         assert capsys.readouterr().out.endswith(f"picture: {name}\n")

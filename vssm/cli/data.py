@@ -2,9 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from vssm.cli.display import show_table
 from vssm.cli.options import DataOptions
@@ -20,7 +17,7 @@ _MOST_FILES = 6  # that are shown; cifar10 has six
 class Data(DataOptions):
     """Prepares a data set; shows its shape, range, splits and a picture."""
 
-    out: Annotated[Path | None, tyro.conf.arg(aliases=("--picture",))] = None
+    out: Path | None = None
     """Where the picture goes; DATA.png by default."""
 
     def run(self) -> None:

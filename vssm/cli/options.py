@@ -33,7 +33,7 @@ class DataOptions:
     arrays; 0 to 2^64 - 1."""
     binarize: bool = False
     """Black and white images, drawn once."""
-    labels: Annotated[bool, tyro.conf.arg(aliases=["--data.labels"])] = False
+    labels: bool = False
     """Add the class of a sequence to every step, for --model.known any: digits, mnist, cifar10, and
     arrays with labels."""
     series: SeriesConfig = field(default_factory=SeriesConfig)
