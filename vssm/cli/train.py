@@ -43,14 +43,11 @@ class Train(RunOptions):
             note = f"--resume keeps the run's own settings and ignores {ignored}"
             print(f"note: {note}", file=sys.stderr)
         quoted = shlex.quote(str(folder))
-        started = self.resume is not None or not (folder / "config.json").exists()
+        config = self.run_config() if self.resume is None else None
         try:
-            if self.resume is not None:
-                train(None, folder, resume=True)
-            else:
-                train(self.run_config(), folder)
+            train(config, folder, resume=config is None)
         except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM
-            if started and (folder / "config.json").exists() and not RunFolder(folder).has_ended():
+            if first and (folder / "config.json").exists() and not RunFolder(folder).has_ended():
                 command = f"vssm train --resume {quoted}"
                 print(f"to go on from the last checkpoint: {command}", file=sys.stderr)
             raise

@@ -154,10 +154,8 @@ def explain(error: RequestValidationError) -> Refused:
 def read_sequences(served: Served, value: np.ndarray | str, name: str) -> Tensor:
     """Turns sequences into what the model reads, (B, C, D) or (B, C), or refuses them."""
     try:
-        if isinstance(value, str):
-            x = _text_of(served, name).encode(value)
-        else:
-            x = _to_tensor(served, value, name)
+        is_text = isinstance(value, str)
+        x = _text_of(served, name).encode(value) if is_text else _to_tensor(served, value, name)
         x = x[None] if x.dim() == (1 if served.model.head.tokens else 2) else x
         served.model.head.validate(x, name=name)
     except ValueError as error:
