@@ -7,26 +7,21 @@ description goes through Triton, which compiles; later ones go straight to the c
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 from triton.runtime import JITFunction, driver
 
-__all__ = ["ceil_div", "launch", "next_power", "processors"]
+__all__ = ["ceil_div", "contiguous", "launch", "next_power", "processors"]
 
 _MOST = 8192  # kernels that are remembered: calls of many lengths may each have their own
 
 
-class _Compiled(NamedTuple):
-    run: Callable
-    function: Any  # the kernel on its device
-    metadata: Any
-    constants: tuple  # the arguments that were compiled in, in the order of the kernel
-
-
-_compiled: dict[tuple, _Compiled] = {}
+# By description: what launches, the kernel on its device, its metadata, and the arguments that were
+# compiled in, in the order of the kernel.
+_compiled: dict[tuple, tuple[Callable, Any, Any, tuple]] = {}
 
 
 @functools.cache
@@ -45,6 +40,11 @@ def ceil_div(number: int, size: int) -> int:
 def next_power(number: int) -> int:
     """Returns the smallest power of 2 that is not below a positive number."""
     return 1 << (number - 1).bit_length()
+
+
+def contiguous(x: Tensor | None) -> Tensor | None:
+    """Returns an optional tensor without gaps."""
+    return None if x is None else x.contiguous()
 
 
 def launch(
@@ -81,7 +81,7 @@ def launch(
         fixed = tuple([constants[name] for name in names])
         if len(_compiled) >= _MOST:
             _compiled.clear()
-        _compiled[described] = _Compiled(made.run, made.function, made.packed_metadata, fixed)
+        _compiled[described] = made.run, made.function, made.packed_metadata, fixed
         return
     run, function, metadata, fixed = compiled
     stream, (x, y, z) = active.get_current_stream(device), (*grid, 1, 1)[:3]

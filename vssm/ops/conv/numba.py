@@ -1,10 +1,6 @@
 """The causal convolution with SiLU on a CPU in float32: kernels that numba compiles at first use.
 
-    s_t = bias + sum_k w_k x_{t-K+1+k}      y_t = s_t sigmoid(s_t)
-
-where x_t of t < 0 is the state, or zero.
-
-Backward computes s again and goes from the last step to the first:
+Backward computes s of `vssm.ops.conv` again and goes from the last step to the first:
 
     ds_t = dy_t sigmoid(s_t) (1 + s_t (1 - sigmoid(s_t)))      dbias = sum_{b,t} ds_t
     dx_t = sum_k w_k ds_{t+K-1-k}                              dw_k  = sum_{b,t} ds_t x_{t-K+1+k}

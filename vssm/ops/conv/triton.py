@@ -1,14 +1,9 @@
 """The causal convolution with SiLU on a GPU: Triton kernels that read every input once.
 
-    s_t = bias + sum_k weight_k x_{t - K + 1 + k}          y_t = silu(s_t)
-
-Backward, with e_t = dy_t silu'(s_t) and s_t computed again:
+Backward, with e_t = dy_t silu'(s_t) and s_t computed again (`vssm.ops.conv` has the forward):
 
     dx_t = sum_k weight_k e_{t + K - 1 - k}                dbias = sum_{b, t} e_t
     dweight_k = sum_{b, t} e_t x_{t - K + 1 + k}
-
-Shapes: x, y, dy, dx (B, T, D); weight (D, K); bias (D,); state, dstate (B, K - 1, D), the inputs
-before x.
 
 A program owns a block of channels and goes through a chunk of time with the last K inputs (and,
 backward, the last K values of e) in registers. It recomputes what it needs from beyond its chunk.
@@ -21,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vssm.ops.launch_triton import ceil_div, launch, next_power, processors
+from vssm.ops.launch_triton import ceil_div, contiguous, launch, next_power, processors
 
 __all__ = ["conv_backward", "conv_forward"]
 
@@ -189,10 +184,6 @@ def _conv_backward_kernel(
         tl.store(partial + k * channels + d, sums[k], mask=d < channels)
 
 
-def _contiguous(state: Tensor | None) -> Tensor | None:
-    return None if state is None else state.contiguous()
-
-
 def _rows(x: Tensor, starts: Tensor | None) -> tuple[int, int, Tensor | None]:
     """Returns the number of sequences, the length of the longest, and where packed ones start."""
     if starts is None:
@@ -227,7 +218,7 @@ def conv_forward(
     chunks = ceil_div(length, chunk)
     launch(
         _conv_kernel, (batch * chunks, ceil_div(channels, block)),
-        x, weight.contiguous(), bias, _contiguous(state), packed, y, after, x.stride(0),
+        x, weight.contiguous(), bias, contiguous(state), packed, y, after, x.stride(0),
         x.stride(1), length, channels, chunks, K=taps, CHUNK=chunk, BLOCK=block, STEPS=steps,
         num_warps=max(1, block // 256),
     )  # fmt: skip
@@ -255,7 +246,7 @@ def conv_backward(
     partial = torch.empty((programs, taps + 1, channels), dtype=torch.float32, device=x.device)
     launch(
         _conv_backward_kernel, (programs, blocks),
-        x, weight.contiguous(), bias, _contiguous(state), packed, dy.contiguous(), dx,
+        x, weight.contiguous(), bias, contiguous(state), packed, dy.contiguous(), dx,
         dstate, partial, x.stride(0), x.stride(1), length, channels,
         chunks, batch * chunks, K=taps, CHUNK=_CHUNK, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip

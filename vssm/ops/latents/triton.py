@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vssm.ops.launch_triton import launch, next_power
+from vssm.ops.launch_triton import contiguous, launch, next_power
 
 __all__ = ["sample_backward", "sample_forward"]
 
@@ -135,7 +135,7 @@ def sample_forward(
     z = torch.empty(logits.shape, dtype=dtype, device=logits.device)
     make = torch.empty if logits.numel() else torch.zeros  # steps without components have no KL
     kl = make(logits.shape[:-2], dtype=torch.float32, device=logits.device)
-    inputs = (None if tensor is None else tensor.contiguous() for tensor in (logits, noise, prior))
+    inputs = map(contiguous, (logits, noise, prior))
     _launch(_sample_kernel, logits.shape, *inputs, z, kl)
     return z, kl
 
@@ -146,7 +146,7 @@ def sample_backward(
     """Returns the gradients of the logits and of the prior's, (..., Z, N); empty for no prior."""
     dv = logits.new_empty(logits.shape)
     dp = logits.new_empty(0) if prior is None else prior.new_empty(prior.shape)
-    inputs = (None if t is None else t.contiguous() for t in (dz, dkl, logits, noise, prior))
+    inputs = map(contiguous, (dz, dkl, logits, noise, prior))
     outputs = (dv, None if prior is None else dp)
     _launch(_sample_backward_kernel, logits.shape, *inputs, *outputs)
     return dv, dp

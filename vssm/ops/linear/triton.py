@@ -37,7 +37,7 @@ import triton.language as tl
 from torch import Tensor, nn
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vssm.ops.launch_triton import ceil_div, next_power
+from vssm.ops.launch_triton import ceil_div, contiguous, next_power
 from vssm.ops.linear import Halves, PackedWeight
 
 __all__ = ["Plan", "linear", "plan"]
@@ -115,7 +115,7 @@ def linear(
     x = x.reshape(-1, K)
     x = x if x.stride(1) == 1 else x.contiguous()
     scale, eps = (None, 0.0) if norm is None else (norm.weight.contiguous(), norm.eps or 0.0)
-    bias, add, M = _contiguous(bias), _contiguous(add), len(x)
+    bias, add, M = contiguous(bias), contiguous(add), len(x)
     if M * N == 0:
         return y
     how = how or plan(M, N, K, _shared(x.device))
@@ -164,10 +164,6 @@ def _split(x: Tensor, scale: Tensor | None = None, eps: float = 0.0) -> Halves:
     BR = max(1, 2048 // BK)
     _split_kernel[(ceil_div(M, BR),)](x, scale, *halves, M, x.stride(0), eps, K, BR, BK)
     return halves
-
-
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
 
 
 def _shared(device: torch.device) -> int:
