@@ -1,15 +1,12 @@
 """Your own sequences of vectors, of one length or of many, or images, from .npy and .npz files.
 
-    .npy    x (M, T, D) of numbers: sequences of vectors, read as they are
-            x (M, H, W) of uint8: grey images, a row is a step
-            x (M, H, W, C) of uint8, or of floats in [0, 1]: grey (C = 1) or RGB (C = 3) images
-    .npz    x, `lengths` (M,) if sequences end before T, and `labels` (M,) if they have classes,
-            numbered from 0
+    x (M, T, D) of numbers          sequences of vectors, read as they are
+    x (M, H, W) of uint8            grey images, a row is a step
+    x (M, H, W, C)                  images of uint8, or of floats in [0, 1]; C is 1 or 3
+    lengths (M,), labels (M,)       beside x in an .npz file: steps, and classes from 0
 
-uint8 pixels from 0 to 255 are scaled to [0, 1], unless none is above 1. Values of x after the end
-of a sequence are padding: they may be anything, are read as zero, and no loss or likelihood counts
-them. The seed fixes the split: a tenth of the sequences is the test set, a tenth of the others
-validation.
+uint8 pixels are divided by 255, unless none is above 1. Values after the end of a sequence are
+padding: they may be anything, and are read as zero.
 """
 
 import warnings

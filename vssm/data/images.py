@@ -1,8 +1,7 @@
 """Images as sequences of rows: digits, mnist and cifar10, and folders of your own image files.
 
 An image (H, W, C) is a sequence of T = H steps with D = W C features, channels last within a pixel.
-Pixels stay uint8 in memory. Public files are compared with their published sha256 whenever they are
-read.
+Pixels stay uint8 in memory.
 
 Images that lie directly in a folder are read in the order of their names. All must have one size;
 they are grey if all files are, else RGB. Transparent parts are laid over white, photographs are

@@ -41,13 +41,11 @@ class Meta:
     """Token k is character k; None for 256 byte tokens."""
     columns: tuple[str, ...] | None = None
     mean: tuple[float, ...] | None = None
-    """Mean of each column over the training rows."""
     std: tuple[float, ...] | None = None
-    """Standard deviation of each column over the training rows."""
+    """Mean and standard deviation of each column over the training rows."""
     context: int | None = None
-    """Rows of a window that are known."""
     horizon: int | None = None
-    """Rows of a window that are forecast."""
+    """Rows of a window that are known, and that are forecast."""
     windowed: Literal["window"] | None = None
     """Whether each window is standardised by its context, after `mean` and `std`."""
     cycles: tuple[str, ...] = ()
@@ -61,9 +59,8 @@ class Meta:
     given_columns: tuple[str, ...] = ()
     """Columns of a series that are known in the future too; they come after `columns`."""
     given_mean: tuple[float, ...] | None = None
-    """Mean of each given column over the training rows."""
     given_std: tuple[float, ...] | None = None
-    """Standard deviation of each given column over the training rows."""
+    """Mean and standard deviation of each given column over the training rows."""
     cycles_given: bool = False
     """Whether the phases of the calendar are given, not made."""
 
@@ -85,10 +82,8 @@ class Meta:
     def from_json(cls, fields: dict[str, Any]) -> "Meta":
         """Returns the metadata that `to_json` gave, also after a trip through a JSON file."""
         try:
-            values: dict[str, Any] = {
-                name: tuple(value) if isinstance(value, list) else value
-                for name, value in without_retired(fields).items()
-            }
+            values: dict[str, Any] = without_retired(fields)
+            values |= {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
             return cls(**values)
         except (AttributeError, TypeError) as error:  # a missing field, or one of a newer version
             raise ValueError(f"data_meta does not fit this version: {error}") from None
@@ -101,14 +96,11 @@ class Meta:
             >>> list(meta.differing(dataclasses.replace(meta, length=5)))
             ['length']
         """
-        others = other.to_json()
         for name, one in self.to_json().items():
-            two = others[name]
+            two, same = getattr(other, name), False
             if name.endswith(("mean", "std")) and one and two and len(one) == len(two):
-                largest = max(map(abs, (*one, *two)))
-                if np.allclose(one, two, rtol=1e-6, atol=1e-9 * largest):
-                    continue
-            if name not in ("time", "fill") and one != two:
+                same = np.allclose(one, two, rtol=1e-6, atol=1e-9 * max(map(abs, (*one, *two))))
+            if name not in ("time", "fill") and one != two and not same:
                 yield name
 
     def to_image(self, x: Tensor) -> Tensor:
@@ -171,12 +163,9 @@ def read_meta(folder: str | Path) -> Meta | None:
 
 
 def steps_left(meta: Meta | None, known: int, option: str = "length") -> int:
-    """Returns how many steps are left until a sequence is as long as the training data's.
+    """Returns how many steps are left after the `known` ones, of the training data's; else 28.
 
-    Arguments:
-        meta: The metadata of the data; None if unknown, which gives 28.
-        known: The steps of prompt and state.
-        option: The option that a message advises to give.
+    A message advises to give the `option`.
     """
     if meta is None:
         return 28

@@ -3,11 +3,11 @@
 A file is a table of N rows (time) and D columns (`vssm.data.table`). It is split by time: the first
 70 % of the rows are for training, the next 10 % for validation, the last 20 % for testing. A window
 of validation or test may take its context from the part before, as in use, but never a row of its
-horizon. Columns are standardised over the training rows, and each window over its context.
+horizon.
 
 A row is a step: D values, the columns that are known in the future too (`given`), and the phases of
-the calendar, which are sine and cosine of the time in a day, week and year. Given columns are
-standardised over the training rows only.
+the calendar. Columns are standardised over the training rows, and those that are made also over the
+context of their window.
 
 Windows in which a column is missing for more than half of the rows are left out; other gaps are
 filled. For models with known="any" missing values stay NaN, and only windows without any value are

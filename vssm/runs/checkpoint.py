@@ -1,7 +1,7 @@
 """A model in a folder: `config.json` and `weights.safetensors`, neither of which can run code.
 
-Two files cannot be replaced at once. So `save` also puts the config into the metadata of the
-weights: if it is killed between the two files, `load` still reads the new model.
+`save` also puts the config into the weights: if it is killed between the two files, `load` still
+reads the new model.
 """
 
 import warnings

@@ -12,8 +12,7 @@
 
 A kill or a full disk damages nothing: files are written under a temporary name, flushed to the disk
 and renamed, and so is a checkpoint, as a whole folder. Every file of a checkpoint has a checksum,
-so damage is found before anything is loaded, and `progress.json` has the config of its run, so that
-a checkpoint of another run is refused. Nothing is ever unpickled.
+and `progress.json` has the config of its run: what is damaged or of another run is not loaded.
 """
 
 import base64
@@ -45,6 +44,10 @@ FREE += ("train.graph", "train.fsdp", "train.validate_partial")
 """Options that may differ on resume, because the weights do not depend on them."""
 
 
+Parts = dict[str, dict[str, Tensor]]
+"""The tensors of a checkpoint by the name of their file, "weights", "optimizer" or "ema"."""
+
+
 class Checkpoint(NamedTuple):
     """The content of a checkpoint."""
 
@@ -52,8 +55,7 @@ class Checkpoint(NamedTuple):
     config: RunConfig
     progress: dict[str, Any]
     """The step and whatever else `RunFolder.save_checkpoint` was given."""
-    parts: dict[str, dict[str, Tensor]]
-    """Tensors by the name of their file, "weights", "optimizer" or "ema"."""
+    parts: Parts
 
 
 def read_log(folder: str | Path) -> list[dict[str, Any]]:
@@ -120,12 +122,11 @@ class RunFolder:
         if (self.path / "eval.json").is_file():
             rows |= read_object(self.path / "eval.json")["metrics"]
         rows = {name: f"{v:.5g}" if isinstance(v, float) else v for name, v in rows.items()}
-        table = html_table(f"Run {self.path}", rows)
-        picture = self.path / "samples.png"
-        if not picture.is_file():
-            return table
-        data = base64.b64encode(picture.read_bytes()).decode()
-        return f'{table}<img alt="Samples" src="data:image/png;base64,{data}">'
+        shown = html_table(f"Run {self.path}", rows)
+        if (picture := self.path / "samples.png").is_file():
+            data = base64.b64encode(picture.read_bytes()).decode()
+            shown += f'<img alt="Samples" src="data:image/png;base64,{data}">'
+        return shown
 
     def close(self) -> None:
         """Lets another process train in this folder."""
@@ -150,8 +151,8 @@ class RunFolder:
         name = str(self.path)
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"run folder {name!r} is a file; use a new name")
-        files = self.path.iterdir() if self.path.exists() else ()
-        if any(not _is_temporary(file) and file.name != ".lock" for file in files):
+        files = set(self.path.glob("*")) - {*self.path.glob(".*.tmp"), self.path / ".lock"}
+        if files:
             again = f"--resume {shlex.quote(name)}"
             raise ValueError(f"run folder {name!r} is not empty; use {again}, or another name")
 
@@ -212,8 +213,8 @@ class RunFolder:
     def _tidy(self) -> None:
         """Removes temporary files of a training that was killed, but not those of an evaluation."""
         for folder in (self.path, self.checkpoints):
-            for file in folder.glob(".*"):
-                if _is_temporary(file) and not file.name.startswith(".eval"):
+            for file in folder.glob(".*.tmp"):
+                if not file.name.startswith(".eval"):
                     _remove(file)
 
     def describe(self, facts: dict[str, Any]) -> None:
@@ -250,15 +251,11 @@ class RunFolder:
             write_atomically(self.log_path, lambda path: path.write_text(text))
 
     def save_checkpoint(
-        self,
-        config: RunConfig,
-        step: int,
-        parts: dict[str, dict[str, Tensor]],
-        progress: dict[str, Any],
+        self, config: RunConfig, step: int, parts: Parts, progress: dict[str, Any]
     ) -> Path:
         """Writes a checkpoint, then removes all but the two newest; returns its folder.
 
-        It holds `parts`, tensors by the name of their file, and `progress`, ready for JSON.
+        `progress` is ready for JSON.
         """
         final = self.checkpoints / f"step-{step:08d}"
         if final.exists():  # this step was saved before
@@ -269,10 +266,10 @@ class RunFolder:
         try:
             if self.log_path.exists():
                 flush(self.log_path)
-            files = {f"{name}.safetensors": tensors for name, tensors in parts.items()}
-            for name, tensors in files.items():
-                write_tensors(temporary / name, tensors)
-            record = {**progress, "step": step, "config": config.to_dict(), "files": [*files]}
+            for name, tensors in parts.items():
+                write_tensors(temporary / f"{name}.safetensors", tensors)
+            files = [f"{name}.safetensors" for name in parts]
+            record = {**progress, "step": step, "config": config.to_dict(), "files": files}
             record["checksum"] = _checksum(record)
             (temporary / "progress.json").write_text(json.dumps(record, indent=2) + "\n")
             flush(temporary / "progress.json")
@@ -346,10 +343,6 @@ def differing(config: RunConfig, other: RunConfig) -> Iterator[tuple[str, Any, A
     for key, value in values.items():
         if value != others[key] and key not in FREE:
             yield key, value, others[key]
-
-
-def _is_temporary(path: Path) -> bool:
-    return path.name.startswith(".") and path.name.endswith(".tmp")
 
 
 def _remove(path: Path) -> None:

@@ -1,8 +1,4 @@
-"""Models on the Hugging Face hub: three files each, none of which can run code.
-
-    config.json            the model, and the data and settings that it was trained with
-    weights.safetensors    its weights
-    README.md              the model card
+"""Models on the Hugging Face hub: config, weights and a model card, none of which can run code.
 
 Nothing else is sent or fetched, and no path of the sender's machine is sent.
 """

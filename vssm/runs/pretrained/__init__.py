@@ -2,14 +2,8 @@
 
     vssm.load("mnist-best-small")        vssm generate mnist-best-small --num 64 --out x.png
 
-| file | content |
-| --- | --- |
-| `config.json` | the model, and the data and settings that it was trained with |
-| `weights.safetensors` | its weights in bfloat16; the model computes in float32 |
-| `eval.json` | what `vssm evaluate` measured of these very weights |
-| `README.md` | the model card |
-
-A file or folder of the same name in the working directory comes first. The wheel holds
+Weights are stored in bfloat16; the model computes in float32. `eval.json` is what `vssm evaluate`
+measured of these very weights, and README.md is the model card. The wheel holds
 `mnist-best-small` and `mnist-any-small`; a clone also has `mnist-small`, the paper's own model,
 and `mnist-small-ssm`.
 """
@@ -36,7 +30,7 @@ def names() -> tuple[str, ...]:
 def find(folder: str | Path) -> Path:
     """Returns the folder of a model: a shipped one by its name, or fetched for "hf://OWNER/NAME".
 
-    Anything else, and whatever exists in the working directory, is returned as it is.
+    Anything else is returned as it is, also what exists in the working directory.
 
     Example:
         >>> find("my/run")
