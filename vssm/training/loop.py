@@ -11,8 +11,8 @@ stop the run.
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from vssm.checks import check_path, check_type
-from vssm.config import RunConfig, TrainConfig
+from vssm.config import RunConfig
 from vssm.data import Meta, Split, open_data
 from vssm.data.dataset import digest, on_device
 from vssm.likelihoods import estimates
@@ -90,10 +90,7 @@ class Trainer:
         self, config: RunConfig, folder: RunFolder, world: World, progress: Progress, resume: bool
     ) -> None:
         options = config.train
-        self.options: TrainConfig = options
-        self.folder: RunFolder = folder
-        self.world: World = world
-        self.progress: Progress = progress
+        self.options, self.folder, self.world, self.progress = options, folder, world, progress
         world.check(options.batch, options.fsdp)
         with warnings.catch_warnings():
             if world.rank > 0:  # the first process alone warns of odd data
@@ -150,12 +147,21 @@ class Trainer:
         interrupts = Interrupts()
         # Several processes would have to agree at every step on whether to save.
         patient = interrupts if self.world.size == 1 else nullcontext()
-        with self._stopping(), warnings.catch_warnings(), on_stream(self.stream), patient:
-            # FSDP2 warns of views that we never write to, bfloat16 norms on a CPU of a slow kernel,
-            # and AdamW of the steps before the recorded one.
-            expected = "FSDP2-wrapped module|Mismatch dtype between input|.*capturable=True"
-            warnings.filterwarnings("ignore", expected)
-            self._run(interrupts)
+        # FSDP2 warns of views that we never write to, bfloat16 norms on a CPU of a slow kernel, and
+        # AdamW of the steps before the recorded one.
+        expected = "FSDP2-wrapped module|Mismatch dtype between input|.*capturable=True"
+        try:
+            with warnings.catch_warnings(), on_stream(self.stream), patient:
+                warnings.filterwarnings("ignore", expected)
+                self._run(interrupts)
+        except BrokenPipeError:  # nobody reads our output any more
+            raise
+        except (TrainingStopped, OSError, SafetensorError) as error:
+            reason, name = str(error), str(self.folder.path)
+            if not isinstance(error, TrainingStopped):
+                reason = f"step {self.step}: {name!r} could not be written ({reason})"
+            last = repr(str(self.saved)) if self.saved else "none yet"
+            raise TrainingStopped(f"{reason}; last good checkpoint: {last}") from error
         interrupts.act()  # a signal at the last step must still end a sweep over many runs
 
     def _run(self, interrupts: Interrupts) -> None:
@@ -335,20 +341,6 @@ class Trainer:
                 f"the training set of {self.config.data.name!r} is another than the one that"
                 f" {str(self.folder.path)!r} was trained on; use the same data, or a new run"
             )
-
-    @contextmanager
-    def _stopping(self) -> Iterator[None]:
-        """Says in one line why the run ends, and which checkpoint it can resume from."""
-        try:
-            yield
-        except BrokenPipeError:  # nobody reads our output any more
-            raise
-        except (TrainingStopped, OSError, SafetensorError) as error:
-            reason, name = str(error), str(self.folder.path)
-            if not isinstance(error, TrainingStopped):
-                reason = f"step {self.step}: {name!r} could not be written ({reason})"
-            last = repr(str(self.saved)) if self.saved else "none yet"
-            raise TrainingStopped(f"{reason}; last good checkpoint: {last}") from error
 
     def _describe(self, ended: bool) -> None:
         """Writes meta.json."""
