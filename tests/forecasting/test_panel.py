@@ -106,12 +106,12 @@ def test_future_covariates_must_cover_the_horizon():
     for future, message in [
         (None, "future is missing.*promo"),
         ([1.0, 2, 3], "future is a list"),
-        (shared.assign(unique_id="c"), "future has no rows of series 'b'"),
+        (shared.assign(unique_id="c"), "future of series 'b' has no 'promo' on 2024-01-07"),
         (shared.assign(promo=["1", "?", "1"]), "column 'promo', row 1 .*'\\?'.* text"),
         (shared.assign(promo=[1.0, np.inf, 3]), "column 'promo', row 1 .* infinite"),
         (both.iloc[[0, 0, 1, 2]], "'a' has the date .* twice, in rows 0 and 1"),
         (shared.iloc[:2], "'b' has no 'promo' on 2024-01-09"),
-        (both[both["unique_id"] == "b"], "no rows of series 'a'"),
+        (both[both["unique_id"] == "b"], "series 'a' has no 'promo' on 2024-01-07"),
         (shared.assign(promo=[1.0, np.nan, 3]), "no 'promo' on 2024-01-08"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vssm.forecasting.metrics import scores
 from vssm.forecasting.panel import Panel
-from vssm.forecasting.windows import Layout, Windows, centre_and_scale
+from vssm.forecasting.windows import Layout, Windows, centre_and_scale, pairs
 
 if TYPE_CHECKING:
     import pandas
@@ -55,17 +55,15 @@ class Backtest:
 
 def rolling_cuts(panel: Panel, layout: Layout, num: int, stride: int) -> Tensor:
     """Returns the last `num` windows of every series, `stride` steps apart, as (W, 2)."""
-    cuts = []
-    for k, one in enumerate(panel.series):
-        last = len(one.y) - layout.horizon
-        own = range(last - (num - 1) * stride, last + 1, stride)
-        cuts += [[k, cut] for cut in own if cut > layout.season]
-    if not cuts:
+    lasts = [len(one.y) - layout.horizon for one in panel.series]
+    cuts = pairs([range(last - (num - 1) * stride, last + 1, stride) for last in lasts])
+    cuts = cuts[cuts[:, 1] > layout.season]
+    if not len(cuts):
         raise ValueError(
             f"all series are too short for a window of {layout.horizon} steps after a season of"
             f" {layout.season}"
         )
-    return torch.tensor(cuts)
+    return cuts
 
 
 def score(windows: Windows, cuts: Tensor, paths: Tensor, name: str) -> Backtest:

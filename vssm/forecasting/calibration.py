@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vssm.forecasting.linear import is_close
+
 __all__ = ["Calibration"]
 
 _SHIFTS = (0.0, 0.25, 0.5, 0.75, 1.0)
-_DOUBT = 0.5  # standard errors
-
 _LEVEL, _OUTWARDS = 0.9, 0.3
 _LEAST, _MOST = 0.5, 4.0  # of a factor; below 0.5 paths would change their order
 _MEMORY = 0.75  # of the time that the held-out windows span
@@ -133,7 +133,4 @@ def _choose_shift(paths: Tensor, y: Tensor, apart: float) -> float:
     middle = _bounds(paths)[1]
     errors = [(y - b * middle).abs().nanmean(1).nan_to_num() for b in _SHIFTS]
     best = min(errors, key=lambda error: float(error.mean()))
-    behind = [error - best for error in errors]
-    doubts = [_DOUBT * float(gap.std(correction=0)) / max(1.0, apart) ** 0.5 for gap in behind]
-    close = [float(g.mean()) <= doubt for g, doubt in zip(behind, doubts, strict=True)]
-    return _SHIFTS[close.index(True)]
+    return _SHIFTS[[is_close(error, best, apart) for error in errors].index(True)]

@@ -20,14 +20,13 @@ from vssm.forecasting.linear import spread_evenly
 from vssm.forecasting.metrics import crps
 from vssm.forecasting.network import build_model, draw_paths, loss_of
 from vssm.forecasting.panel import Panel
-from vssm.forecasting.windows import LEAST_SCALE, Batch, Layout, Windows
+from vssm.forecasting.windows import LEAST_SCALE, Batch, Layout, Windows, pairs
 from vssm.models import Model
 from vssm.nn import join_weights
 from vssm.objectives.masks import random_masks
 from vssm.training.progress import shows_bars
 
-__all__ = ["add_task", "choose_layout", "hold_out", "progress_bar", "season_of"]
-__all__ += ["train", "validation"]
+__all__ = ["choose_layout", "hold_out", "progress_bar", "season_of", "train", "validation"]
 
 _SEASONS = {"min": 60, "h": 24, "B": 5, "D": 7, "W": 52, "M": 12, "Q": 4}
 _MOST_STEPS_AHEAD = 4  # of the model in a horizon
@@ -108,19 +107,16 @@ def hold_out(panel: Panel, layout: Layout) -> tuple[Panel, Tensor]:
     """
     least = 2 * layout.season + layout.horizon
     series, cuts = [], []
-    for k, one in enumerate(panel.series):
+    for one in panel.series:
         num = len(one.y)
         out = max(layout.horizon, int(_HELD_OUT * num))
         if num - out < max(least, 8):
             out = layout.horizon
         if num - out < max(2 * layout.season, layout.horizon // 2, 8):
-            series.append(one)
-            continue
+            out = 0
         series.append(one.before(num - out))
-        cut = torch.arange(num - out, num - layout.horizon + 1)
-        cuts.append(torch.stack([torch.full_like(cut, k), cut], 1))
-    older = replace(panel, series=tuple(series))
-    return older, torch.cat(cuts) if cuts else torch.empty(0, 2, dtype=torch.int64)
+        cuts.append(range(num - out, num - layout.horizon + 1 if out else num))
+    return replace(panel, series=tuple(series)), pairs(cuts)
 
 
 def progress_bar(wanted: bool) -> Any:  # noqa: ANN401
@@ -131,17 +127,6 @@ def progress_bar(wanted: bool) -> Any:  # noqa: ANN401
     return progress.Progress(console=console.Console(stderr=True), disable=hidden)
 
 
-def add_task(bar: Any, name: str, steps: int) -> Callable[[int, float], None]:  # noqa: ANN401
-    """Returns what to call after each step, with the steps done and the best CRPS."""
-    task = bar.add_task(name, total=steps)
-
-    def show(step: int, best: float) -> None:
-        score = f", crps {best:.3f}" if math.isfinite(best) else ""
-        bar.update(task, completed=step, description=name + score)
-
-    return show
-
-
 def train(
     config: ModelConfig,
     windows: Windows,
@@ -150,12 +135,14 @@ def train(
     learning_rate: float,
     seed: int,
     device: torch.device,
+    bar: Any,  # noqa: ANN401
+    name: str,
     validate: Callable[[Model], float] | None = None,
-    show: Callable[[int, float], None] = lambda step, score: None,
 ) -> tuple[Model, int]:
     """Trains a model from fresh weights; with `validate`, until it gets no better.
 
-    Returns the model, and after how many steps its training was best.
+    Returns the model, and after how many steps its training was best. A bar of rich shows the steps
+    and the best validation under a name.
 
     The result is a moving average of the weights, so it does not depend on a schedule: training
     again for as many steps on more data gives a comparable model.
@@ -170,7 +157,7 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), learning_rate, weight_decay=0.01)
     cuts = windows.cuts(least=max(windows.layout.season, 2))
     every, best, waited = max(10, min(50, steps // 10)), math.inf, 0
-    kept, kept_step = None, steps
+    kept, kept_step, task = None, steps, bar.add_task(name, total=steps)
     for step in range(1, steps + 1):
         chosen = cuts[torch.randint(len(cuts), (batch,), generator=generator)]
         loss = loss_of(model, _random_tasks(windows, chosen, generator), noise)
@@ -188,7 +175,8 @@ def train(
                 kept = {k: v.clone() for k, v in average.module.state_dict().items()}
             else:
                 waited += step > _AT_LEAST
-        show(step, best)
+        crps_shown = f", crps {best:.3f}" if kept else ""
+        bar.update(task, completed=step, description=name + crps_shown)
         if waited >= _PATIENCE:
             break
     made: Any = average.module

@@ -32,14 +32,7 @@ from vssm.config import KINDS
 from vssm.data.storage import read_object, read_tensors, write_atomically, write_tensors
 from vssm.forecasting.backtest import Backtest, rolling_cuts, score
 from vssm.forecasting.calibration import Calibration
-from vssm.forecasting.fitting import (
-    add_task,
-    choose_layout,
-    hold_out,
-    progress_bar,
-    train,
-    validation,
-)
+from vssm.forecasting.fitting import choose_layout, hold_out, progress_bar, train, validation
 from vssm.forecasting.linear import choose_linear, fit_linear, spread_evenly, windows_apart
 from vssm.forecasting.network import draw_paths, model_config
 from vssm.forecasting.panel import (
@@ -50,7 +43,7 @@ from vssm.forecasting.panel import (
     read_ahead,
     read_panel,
 )
-from vssm.forecasting.windows import GivenScale, Layout, Linear, Windows
+from vssm.forecasting.windows import GivenScale, Layout, Linear, Windows, pairs
 from vssm.models import AnyPart
 from vssm.nn.show import html_table
 from vssm.runs.checkpoint import load_finite
@@ -210,8 +203,8 @@ class Forecaster:
         with progress_bar(self.progress) as bar:
             if len(cuts):
                 held = whole.centred(centre, self.linear_)
-                judge, show = validation(held, cuts, self.seed), add_task(bar, "fit", steps)
-                self.model_, steps = train(config, windows, steps, *options, judge, show)
+                judge = validation(held, cuts, self.seed)
+                self.model_, steps = train(config, windows, steps, *options, bar, "fit", judge)
                 if self.calibrate:
                     own = spread_evenly(cuts, _CALIBRATION_WINDOWS)
                     paths, y, _, _ = self._draw(held, own, _PATHS)
@@ -225,8 +218,7 @@ class Forecaster:
                 whole = Windows(panel, windows.layout, scale)
                 self.linear_: Linear = fit_linear(whole, penalty)
                 whole = whole.centred(centre, self.linear_)
-                show = add_task(bar, "fit all data", steps)
-                self.model_, _ = train(config, whole, steps, *options, show=show)
+                self.model_, _ = train(config, whole, steps, *options, bar, "fit all data")
         self.steps_, self.seconds_ = steps, time.monotonic() - began
         return self
 
@@ -429,11 +421,12 @@ class Forecaster:
             known = {one.id: len(one.y) for one in old.series}
             windows = self._windows(self.panel_)
             cuts = []
-            for k, (one, num) in enumerate(zip(self.panel_.series, windows.lengths, strict=True)):
-                first = max(known.get(one.id, num), self.layout_.season + self.horizon)
-                cuts += [[k, end - self.horizon] for end in range(first + 1, int(num) + 1)]
-            if cuts:
-                cuts = spread_evenly(torch.tensor(cuts), _CALIBRATION_WINDOWS)
+            for one in self.panel_.series:
+                num = len(one.y)
+                first = max(known.get(one.id, num) - self.horizon, self.layout_.season)
+                cuts.append(range(first + 1, num - self.horizon + 1))
+            if len(cuts := pairs(cuts)):
+                cuts = spread_evenly(cuts, _CALIBRATION_WINDOWS)
                 paths, y, _, _ = self._draw(windows, cuts, _PATHS)
                 self.calibration_ = self.calibration_.with_windows(paths, y, windows.dates(cuts))
         return self

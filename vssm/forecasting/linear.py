@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vssm.forecasting.windows import CENTRES, Linear, Windows
 
-__all__ = ["Choice", "choose_linear", "fit_linear", "spread_evenly", "windows_apart"]
+__all__ = ["Choice", "choose_linear", "fit_linear", "is_close", "spread_evenly", "windows_apart"]
 
 _PENALTIES = (0.003, 0.03, 0.3, 3.0, 30.0)  # in mean variances of an input
 _FIT_WINDOWS, _TEST_WINDOWS = 6000, 1000
@@ -61,12 +61,17 @@ def choose_linear(older: Windows, whole: Windows, cuts: Tensor) -> Choice:
             errors[Choice(name, penalty)] = ((ahead - past @ weight).abs() * size).sum(1)
     means = {choice: float(error.mean()) for choice, error in errors.items()}
     best = min(means, key=means.__getitem__)
-    for choice in sorted(means, key=lambda one: (-one.penalty, means[one])):
-        behind = errors[choice] - errors[best]
-        doubt = float(behind.std(correction=0)) / max(1.0, apart) ** 0.5
-        if float(behind.mean()) <= _DOUBT * doubt:
-            return choice
-    return best
+    ordered = sorted(means, key=lambda one: (-one.penalty, means[one]))
+    return next(choice for choice in ordered if is_close(errors[choice], errors[best], apart))
+
+
+def is_close(error: Tensor, best: Tensor, apart: float) -> bool:
+    """Says whether the mean error of windows is within half a standard error of the best.
+
+    `apart` is how many windows that do not overlap the same data would give.
+    """
+    behind = error - best
+    return float(behind.mean()) <= _DOUBT * float(behind.std(correction=0)) / max(1, apart) ** 0.5
 
 
 def windows_apart(cuts: Tensor, horizon: int) -> float:

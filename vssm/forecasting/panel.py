@@ -304,7 +304,7 @@ def read_ahead(
     """
     import pandas
 
-    names = list(panel.columns.future)
+    names: Any = list(panel.columns.future)
     if not names:
         if future is not None:
             raise ValueError("future is given, but the forecaster has no future_columns; name them")
@@ -316,17 +316,12 @@ def read_ahead(
     table = future.assign(y=0.0)
     if "ds" not in table.columns:
         table["ds"] = _wide_dates(table)[0].to_numpy()
-    found = read_panel(table, panel.step, names, (), ())
-    by_id, ahead = {one.id: one for one in found.series}, []
+    found, ahead = read_panel(table, panel.step, names, (), ()), []
+    own = {one.id: pandas.DataFrame(one.covariates, one.dates, names) for one in found.series}
     for one in panel.series:
-        own = by_id.get("y" if shared else one.id)
         dates = panel.next_dates(one, horizon)
-        if own is None:
-            raise ValueError(
-                f"future has no rows of series {one.id!r}; give {horizon} from {dates[0]}"
-            )
-        place = own.dates.get_indexer(dates)
-        values = np.where(place[:, None] >= 0, own.covariates[place], np.nan)
+        given = own.get("y" if shared else one.id, pandas.DataFrame(columns=names, dtype=float))
+        values = given.reindex(dates).to_numpy()
         if np.isnan(values).any():
             step, column = np.argwhere(np.isnan(values))[0]
             raise ValueError(

@@ -25,7 +25,7 @@ from vssm.data.series import phases
 from vssm.forecasting.panel import Panel
 
 __all__ = ["CENTRES", "LEAST_SCALE", "Batch", "GivenScale", "Layout", "Linear", "Windows"]
-__all__ += ["centre_and_scale"]
+__all__ += ["centre_and_scale", "pairs"]
 
 CENTRES = ("mean", "last", "season", "season-level", "season-last")
 LEAST_SCALE = 0.1  # of a window, in deviations of its series
@@ -152,6 +152,18 @@ def centre_and_scale(
     return whole, (variance[:, None] + least.square()).sqrt()
 
 
+def pairs(cuts: Sequence[range]) -> Tensor:
+    """Returns each series with each of its cuts, (W, 2).
+
+    Example:
+        >>> pairs([range(5, 7), range(0), range(8, 9)]).tolist()
+        [[0, 5], [0, 6], [2, 8]]
+    """
+    parts = [torch.arange(one.start, max(one.start, one.stop), one.step) for one in cuts]
+    series = torch.arange(len(cuts)).repeat_interleave(torch.tensor(list(map(len, parts))))
+    return torch.stack([series, torch.cat(parts)], 1)
+
+
 @dataclass(frozen=True)
 class GivenScale:
     """The mean and the deviation of every covariate, and the cycles of the calendar."""
@@ -259,12 +271,11 @@ class Windows:
 
         A window has `least` points of history or more, and a whole horizon if the series has one.
         """
-        pairs = []
-        for k, num in enumerate(self.lengths.tolist()):
+        cuts = []
+        for num in self.lengths.tolist():
             first = min(least, max(1, num - 1))
-            cut = torch.arange(first, max(first, num - self.layout.horizon) + 1)
-            pairs.append(torch.stack([torch.full_like(cut, k), cut], 1))
-        return torch.cat(pairs)
+            cuts.append(range(first, max(first, num - self.layout.horizon) + 1))
+        return pairs(cuts)
 
     def values(self, cuts: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the points of windows and which of them are in the data, (W, L)."""
