@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,48 +10,42 @@ from torch import Tensor
 __all__ = ["GraphedStep", "on_stream"]
 
 
+@dataclass
 class GraphedStep:
     """Calls a function twice, then records it as a CUDA graph and replays the graph.
 
     The function reads and writes tensors that stay where they are, never waits for the device, and
     draws random numbers only from the given generator, whose seed can be set before every call.
-
-    Arguments:
-        function: Takes nothing; returns tensors that the next call overwrites.
-        generator: Its source of random numbers.
-        stream: The CUDA stream of all calls.
-        failed: Called with the reason if recording fails; the function is then called every time.
     """
 
-    def __init__(
-        self,
-        function: Callable[[], Tensor],
-        generator: torch.Generator,
-        stream: "torch.cuda.Stream",
-        failed: Callable[[str], object],
-    ) -> None:
-        self._function, self._generator = function, generator
-        self._stream, self._failed = stream, failed
-        self._calls, self._graph, self._result = 0, torch.cuda.CUDAGraph(), torch.empty(0)
-        self._replayed = False
+    function: Callable[[], Tensor]
+    """Takes nothing; returns tensors that the next call overwrites."""
+    generator: torch.Generator
+    stream: "torch.cuda.Stream"
+    failed: Callable[[str], object]
+    """Called with the reason if recording fails; the function is then called every time."""
+    _calls: int = 0
+    _graph: "torch.cuda.CUDAGraph | None" = None
+    _result: Tensor | None = None
 
     def __call__(self) -> Tensor:
         self._calls += 1
         if self._calls == 3:
             self._record()
-        if not self._replayed:
-            return self._function()
+        if self._graph is None or self._result is None:
+            return self.function()
         self._graph.replay()
         return self._result
 
     def _record(self) -> None:
-        self._graph.register_generator_state(self._generator)
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(self.generator)
         try:
-            with torch.cuda.graph(self._graph, stream=self._stream):
-                self._result = self._function()
-            self._replayed = True
+            with torch.cuda.graph(graph, stream=self.stream):
+                self._result = self.function()
+            self._graph = graph
         except RuntimeError as error:
-            self._failed(f"the step runs without a CUDA graph: {str(error).splitlines()[0]}")
+            self.failed(f"the step runs without a CUDA graph: {str(error).splitlines()[0]}")
 
 
 @contextmanager

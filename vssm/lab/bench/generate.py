@@ -72,8 +72,7 @@ def main_generate(
     measure.check_sizes(batches=batches, lengths=lengths, width=width, layers=layers)
     size = {"width": width, "layers": layers, "features": FEATURES}
     config = {**size, "matmul_precision": torch.get_float32_matmul_precision()}
-    timing = {"repeats": repeats, "seconds": seconds_per_point}
-    record = Record("generate", command, where, config, out, **timing)
+    record = Record("generate", command, where, config, out, repeats, seconds_per_point)
     built = {name: build(ModelConfig(**size, **own)).to(where) for name, own in models.items()}
     sizes = itertools.product(sorted(set(lengths)), sorted(set(batches)), built.items())
     for length, batch, (name, model) in sizes:

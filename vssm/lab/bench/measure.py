@@ -57,10 +57,9 @@ def take_times(
             runs until the device has done all work of a call: the time that a user waits.
     """
     call()  # may compile
-    if device.type == "cuda":  # may record a graph; and an idle GPU takes time to raise its clock
-        spent = wall(call, device)
-        while spent < _SHORT:
-            spent += wall(call, device)
+    spent = 0.0
+    while device.type == "cuda" and spent < _SHORT:  # records graphs; an idle GPU has a slow clock
+        spent += wall(call, device)
     first = wall(call, device)
     count = min(_MOST_CALLS, max(5, int(_SHORT / max(first, 1e-3)))) if repeats is None else repeats
     count = max(1, min(count, int(1e3 * seconds / max(first, 1e-3))))

@@ -70,26 +70,32 @@ def main_train(
     window = -(-steps // WINDOWS)
     total = window * (WARM + WINDOWS)
     num = -(-batch * _EPOCH * 10 // 9)  # a tenth is for validation
-    size = {
-        "width": width or (paper.model.width if cuda else 128),
-        "layers": layers or (paper.model.layers if cuda else 2),
-    }
-    often = {"log_every": window, "validate_every": total, "checkpoint_minutes": 1e6, "samples": 0}
-    limits = {"epochs": total, "max_steps": total, "batch": batch}
-    synthetic = SyntheticConfig(length=LENGTH, features=FEATURES, num=num)
-    run = RunConfig(
-        data=DataConfig(name="synthetic", synthetic=synthetic),
-        model=replace(paper.model, **size),
-        train=replace(paper.train, **limits, **often, device=str(where)),
+    model = replace(
+        paper.model,
+        width=width or (paper.model.width if cuda else 128),
+        layers=layers or (paper.model.layers if cuda else 2),
     )
+    options = replace(
+        paper.train,
+        device=str(where),
+        batch=batch,
+        epochs=total,
+        max_steps=total,
+        log_every=window,
+        validate_every=total,
+        checkpoint_minutes=1e6,
+        samples=0,
+    )
+    synthetic = SyntheticConfig(length=LENGTH, features=FEATURES, num=num)
+    data = DataConfig(name="synthetic", synthetic=synthetic)
+    run = RunConfig(data=data, model=model, train=options)
     dtype = torch.bfloat16 if cuda else torch.float32
     config = {
-        **{key: getattr(run.model, key) for key in ("width", "layers", "latents", "classes")},
+        **{name: getattr(model, name) for name in ("width", "layers", "latents", "classes")},
         "data": f"synthetic rows, {LENGTH} steps of {FEATURES} values",
         "batch": batch,
         "window": window,
         "precision": str(dtype).removeprefix("torch."),
-        "compile": run.train.compile,
     }
     record = Record("train", command, where, config, out, dtype=dtype)
     for name, own in models.items():
@@ -125,13 +131,12 @@ def _speeds(run: RunConfig, own: dict[str, str | int]) -> tuple[list[float], int
 
 def print_train_table(record: Record) -> None:
     """Prints a row for each model that was timed."""
-    metrics, rows = record.metrics, []
-    end = "_tokens_per_second"
+    metrics, rows, end = record.metrics, [], "_tokens_per_second"
     for name in [key.removesuffix(end) for key in metrics if key.endswith(end)]:
-        names = (f"{end}", f"{end}_p10", f"{end}_p90", "_parameters")
-        speed, low, high, parameters = (f"{metrics[name + each]:,.0f}" for each in names)
-        memory = measure.number(metrics.get(f"{name}_peak_memory_mib"))
-        rows.append([name, speed, f"{low}–{high}", memory, parameters])
+        names = (end, f"{end}_p10", f"{end}_p90", "_peak_memory_mib", "_parameters")
+        values = [metrics.get(name + each) for each in names]
+        rows.append([name, *("" if value is None else f"{value:,.0f}" for value in values)])
     width, layers, batch = (record.config[key] for key in ("width", "layers", "batch"))
     title = f"Training, {width} wide, {layers} layers, batch {batch}"
-    record.table(title, ["model", "tokens/s", "10–90 %", "peak MiB", "parameters"], rows)
+    headings = ["model", "tokens/s", "10 %", "90 %", "peak MiB", "parameters"]
+    record.table(title, headings, rows)
