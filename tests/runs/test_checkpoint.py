@@ -95,7 +95,7 @@ def edit_weights(folder, change):
         (lambda f: (f / "config.json").write_text("{"), "config.json' is damaged"),
         (lambda f: (f / "config.json").write_text("[" * 10**5), "config.json' is damaged"),
         (lambda f: (f / "config.json").write_bytes(b"\x80\x04\x95"), "config.json' is damaged"),
-        (lambda f: (f / "config.json").write_text("[]"), "has no key 'model'"),
+        (lambda f: (f / "config.json").write_text("[]"), "damaged: it is not a JSON object"),
         (lambda f: (f / "config.json").unlink(), "has no config.json"),
         (
             lambda f: (f / "weights.safetensors").unlink(),
@@ -223,7 +223,8 @@ def test_weights_without_a_config_use_config_json(tmp_path):
     [
         ("{", "weights.safetensors' is damaged"),
         ("[" * 10**5, "weights.safetensors' is damaged"),
-        ("[]", "weights.safetensors' has no key 'model'"),
+        ("[]", "weights.safetensors' is damaged: it is not a JSON object"),
+        ("{}", "weights.safetensors' has no key 'model'"),
         (
             '{"format": 99, "model": {}}',
             "weights.safetensors' has format 99, but this",

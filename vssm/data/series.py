@@ -17,6 +17,7 @@ left out.
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -88,6 +89,8 @@ class Windows(Split):
 
 def open_series(config: DataConfig, missing: bool = False) -> Data:
     """Opens a table file as windows; if values may stay `missing`, they are NaN."""
+    import pandas
+
     options, path = config.series, locate_own(config)
     table = read_table(path, options.time)
     given = find_columns(table, options.given)
@@ -142,11 +145,13 @@ def open_series(config: DataConfig, missing: bool = False) -> Data:
         fill=options.fill,
     )
     rows = _rows(meta, x, table.times)
-    known = np.isfinite(table.values[:, own])
+    known: Any = pandas.DataFrame(np.isfinite(table.values[:, own]))
 
     def windows(part: str) -> Windows:
         first, end = bounds[part]
-        starts = _window_starts(known[first:end], window, 0.0 if missing else 0.5)
+        found = known[first:end].rolling(window).sum().to_numpy()[window - 1 :]
+        least = 0 if missing else window / 2
+        starts = np.flatnonzero((found >= least).all(1) & (found > 0).any(1))
         if not len(starts):
             raise ValueError(
                 f"{path}: no window for {part} of series.context + horizon = {window} rows has"
@@ -184,16 +189,6 @@ def _windows(meta: Meta, rows: Tensor, starts: np.ndarray, missing: bool) -> Win
     scaled = (meta.context, len(meta.columns)) if meta.windowed else (0, 0)
     first = torch.from_numpy(starts)
     return Windows(rows, missing=missing, starts=first, length=meta.length, scaled=scaled)
-
-
-def _window_starts(known: np.ndarray, window: int, share: float) -> np.ndarray:
-    """Returns the first rows of the windows in which a share of every column is known.
-
-    With a share of 0, one known value is enough.
-    """
-    counts = np.concatenate([np.zeros((1, known.shape[1]), int), known.cumsum(0)])
-    found = counts[window:] - counts[:-window]
-    return np.flatnonzero((found >= share * window).all(1) & (found > 0).any(1))
 
 
 def _cycles(table: Table, rows: int) -> tuple[str, ...]:

@@ -99,12 +99,12 @@ def draw(meta: Meta, x: Tensor, path: str | Path) -> Path:
 
 def tiled(images: np.ndarray, across: int) -> np.ndarray:
     """Returns images (M, H, W, C) in [0, 1] as one of 8-bit RGB, in rows of so many."""
-    num, height, width, channels = images.shape
-    down = -(-num // across)
-    grid = np.ones((down * across, height + 2, width + 2, channels), np.float32)  # a white frame
-    grid[:num, 1:-1, 1:-1] = np.nan_to_num(images)
-    grid = grid.reshape(down, across, height + 2, width + 2, channels).transpose(0, 2, 1, 3, 4)
-    grid = grid.reshape(down * (height + 2), across * (width + 2), channels)
+    down = -(-len(images) // across)
+    frame = [(0, down * across - len(images)), (1, 1), (1, 1), (0, 0)]
+    images = np.pad(np.nan_to_num(images), frame, constant_values=1)  # white
+    _, height, width, channels = images.shape
+    grid = images.reshape(down, across, height, width, channels).swapaxes(1, 2)
+    grid = grid.reshape(down * height, across * width, channels)
     return np.rint(np.broadcast_to(grid, (*grid.shape[:2], 3)) * 255).astype(np.uint8)
 
 

@@ -70,10 +70,10 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file; raises `ValueError` if the file is damaged."""
+def read_object(path: Path, text: str | None = None) -> dict[str, Any]:
+    """Returns the JSON object in a file, or in a text of it; raises `ValueError` for damage."""
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(path.read_bytes() if text is None else text)
         if not isinstance(values, dict):
             raise ValueError("it is not a JSON object")
     except (ValueError, RecursionError) as error:

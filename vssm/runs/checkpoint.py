@@ -89,7 +89,7 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
         )
     tensors, metadata = read_tensors(path)
     if _METADATA in metadata:
-        own, other = SavedConfig.parse(metadata[_METADATA], path).model(), config.to_dict()
+        own, other = SavedConfig.parse(path, metadata[_METADATA]).model(), config.to_dict()
         config = own
         if changed := {k: v for k, v in own.to_dict().items() if v != other[k]}:
             settings = ", ".join(f"{name}={value!r}" for name, value in changed.items())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vssm.config import FORMAT, ModelConfig, RunConfig
-from vssm.data.storage import write_atomically
+from vssm.data.storage import read_object, write_atomically
 
 __all__ = ["SavedConfig", "flatten", "read_config"]
 
@@ -36,16 +36,13 @@ class SavedConfig:
                 f"{str(folder)!r} has no config.json; use a run folder, or a folder written by "
                 "vssm.save"
             )
-        return cls.parse(path.read_bytes(), path)
+        return cls.parse(path)
 
     @classmethod
-    def parse(cls, text: str | bytes, path: Path) -> "SavedConfig":
-        """Reads the text of a config.json, found in the file `path`."""
-        try:
-            values = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{str(path)!r} is damaged: {error}") from None
-        if not isinstance(values, dict) or not isinstance(values.get("model"), dict):
+    def parse(cls, path: Path, text: str | None = None) -> "SavedConfig":
+        """Reads a config.json, or its `text` that was found in another file."""
+        values = read_object(path, text)
+        if not isinstance(values.get("model"), dict):
             raise ValueError(f"{str(path)!r} has no key 'model'; it is not a config of vssm")
         if values.get("format") != FORMAT:
             raise ValueError(
