@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vssm.ops.draws import cumulative, draws_fused, inverse_cdf, select
+from vssm.ops.draws import inverse_cdf
 from vssm.ops.latents import gumbel_one_hot, kl_to_uniform, sample_and_kl
 
 __all__ = [
@@ -444,13 +444,7 @@ class Latents:
         Returns:
             Class indices, (..., Z) int64.
         """
-        if temperature != 1 or draws_fused(self.raw, noise):
-            return inverse_cdf(self.raw, noise, _positive(temperature))
-        return select(self._table, noise)
-
-    @cached_property
-    def _table(self) -> Tensor:
-        return cumulative(self.logits)
+        return inverse_cdf(self.raw, noise, _positive(temperature))
 
     def rsample(self, noise: Tensor) -> Tensor:
         """Returns one-hot z (..., Z, N) by the straight-through Gumbel trick.

@@ -24,7 +24,7 @@ from torch import Tensor
 from vssm.ops.latents import MAX_CLASSES
 from vssm.ops.scan import has_triton, needs_operator
 
-__all__ = ["cumulative", "draws_fused", "embed_sum", "inverse_cdf", "repeats", "select"]
+__all__ = ["embed_sum", "inverse_cdf", "repeats"]
 
 MAX_LATENTS = 256
 """The kernel adds the rows of all latents of a step at once."""
@@ -42,18 +42,28 @@ def inverse_cdf(
         >>> inverse_cdf(torch.zeros(4), torch.tensor([0.1, 0.3, 0.6, 0.9]))
         tensor([0, 1, 2, 3])
     """
-    if draws_fused(logits, noise, backend):
+    classes, shared = logits.shape[-1], repeats(logits, noise)
+    if shared and 1 <= classes <= MAX_CLASSES and _runs_kernels(backend, logits):
         from vssm.ops.draws import triton as kernels
 
-        return kernels.inverse_cdf(logits, noise, temperature)
+        return kernels.inverse_cdf(logits, noise, temperature, *shared)
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return select(cumulative(exact / temperature), noise)
-
-
-def draws_fused(logits: Tensor, noise: Tensor, backend: str = "auto") -> bool:
-    """Returns whether the kernel draws; if not, a table of `cumulative` can serve several draws."""
-    fits = _runs_kernels(backend, logits) and 1 <= logits.shape[-1] <= MAX_CLASSES
-    return fits and repeats(logits, noise) is not None
+    # Integer sums are exact in any order, so on every device a class of probability 0 has an empty
+    # interval. 2^30 is finer than the noise, and the total fits into int32.
+    parts = ((exact / temperature).softmax(-1) * 2**30).int()
+    cumulative = parts.cumsum(-1, dtype=torch.int32)
+    total = cumulative[..., -1]
+    target = torch.minimum((noise * total).int(), total - 1)
+    if not target.numel():
+        return target.long()
+    times, run = shared or (1, target.numel())
+    if times == 1:
+        cumulative = cumulative.expand(*target.shape, classes)
+    # A row is searched once, for all noise that it serves.
+    values = target.reshape(-1, times, run).transpose(1, 2).contiguous()
+    index = torch.searchsorted(cumulative.reshape(-1, run, classes), values, right=True)
+    # If logits are not finite, the last sum may lie below the target.
+    return index.clamp_(max=classes - 1).transpose(1, 2).reshape(target.shape)
 
 
 def _runs_kernels(backend: str, x: Tensor) -> bool:
@@ -84,31 +94,6 @@ def repeats(logits: Tensor, noise: Tensor) -> tuple[int, int] | None:
     if any(size != 1 for size in own[first : last + 1]):
         return None
     return math.prod(shape[first : last + 1]), math.prod(shape[last + 1 :])
-
-
-def cumulative(logits: Tensor) -> Tensor:
-    """Returns the cumulative probabilities times 2^30, (..., N) int32.
-
-    Integer sums are exact in any order, so on every device a class of probability 0 has an empty
-    interval. 2^30 is finer than the noise, and the total fits into int32.
-    """
-    return (logits.softmax(-1) * 2**30).int().cumsum(-1, dtype=torch.int32)
-
-
-def select(table: Tensor, noise: Tensor) -> Tensor:
-    """Returns the classes (...), int64, that the noise selects in a table of `cumulative`."""
-    total, classes = table[..., -1], table.shape[-1]
-    target = torch.minimum((noise * total).int(), total - 1)
-    if not target.numel():
-        return target.long()
-    times, run = repeats(table, target) or (1, target.numel())
-    if times == 1:
-        table = table.expand(*target.shape, classes)
-    # A row of the table is searched once, for all noise that it serves.
-    values = target.reshape(-1, times, run).transpose(1, 2).contiguous()
-    index = torch.searchsorted(table.reshape(-1, run, classes), values, right=True)
-    # If logits are not finite, the table may end below the target.
-    return index.clamp_(max=classes - 1).transpose(1, 2).reshape(target.shape)
 
 
 def embed_sum(z: Tensor, weight: Tensor, backend: str = "auto") -> Tensor:

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vssm.ops.draws import repeats
 from vssm.ops.launch_triton import ceil_div, launch, next_power
 
 __all__ = ["embed_sum", "inverse_cdf"]
@@ -48,15 +47,15 @@ def _inverse_cdf_kernel(
     tl.store(z + turn * run + row, chosen.to(tl.int64), mask=live)
 
 
-def inverse_cdf(logits: Tensor, noise: Tensor, temperature: float) -> Tensor:
-    """Returns the classes, of the shape of the noise, int64."""
+def inverse_cdf(
+    logits: Tensor, noise: Tensor, temperature: float, times: int, run: int
+) -> Tensor:
+    """Returns the classes, int64, of noise that reads runs of the logits several times each."""
     z = torch.empty(noise.shape, dtype=torch.int64, device=noise.device)
-    N, shared = logits.shape[-1], repeats(logits, noise)
+    N = logits.shape[-1]
+    BN = next_power(N)
+    BR = max(1, TILE // BN)
     if z.numel():
-        assert shared is not None
-        times, run = shared
-        BN = next_power(N)
-        BR = max(1, TILE // BN)
         launch(
             _inverse_cdf_kernel, (noise.numel() // run * ceil_div(run, BR),),
             logits.contiguous(), noise.contiguous(), z, run, times, float(temperature),
