@@ -62,14 +62,9 @@ class Calibration(NamedTuple):
     def of(
         cls, paths: Tensor, y: Tensor, dates: Tensor, series: int, apart: float
     ) -> "Calibration":
-        """Returns what held-out windows say.
+        """Returns what held-out windows say: paths (W, S, H), what came (W, H), and when (W, H).
 
-        Arguments:
-            paths: (W, S, H).
-            y: What came, (W, H), NaN where missing.
-            dates: When it came, (W, H).
-            series: How many series the windows are of.
-            apart: How many windows that do not overlap the same data would give.
+        `apart` is how many windows that do not overlap the same data would give.
         """
         shift, memory = _choose_shift(paths, y, apart), float(dates.max() - dates.min())
         return cls(shift, _scores(paths, y, shift), dates, _MEMORY * memory, series)

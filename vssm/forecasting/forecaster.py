@@ -177,9 +177,8 @@ class Forecaster:
 
     def _fit(self, panel: Panel) -> "Forecaster":
         began = time.monotonic()
-        layout = choose_layout(
-            panel, self.horizon, self.season, self.patch, self.context, self.transform
-        )
+        sizes = self.horizon, self.season, self.patch, self.context
+        layout = choose_layout(panel, *sizes, self.transform)
         for one in panel.series:
             if len(one.y) < 2 * layout.season:
                 raise ValueError(
@@ -199,7 +198,7 @@ class Forecaster:
         options = (self.batch, self.learning_rate, self.seed, choose_device(self.device))
         self.panel_, self.layout_, self.scale_ = panel, windows.layout, scale
         self.calibration_: Calibration | None = None
-        steps = self.max_steps
+        steps = self.max_steps if len(cuts) else min(self.max_steps, 300)
         with progress_bar(self.progress) as bar:
             if len(cuts):
                 held = whole.centred(centre, self.linear_)
@@ -208,12 +207,8 @@ class Forecaster:
                 if self.calibrate:
                     own = spread_evenly(cuts, _CALIBRATION_WINDOWS)
                     paths, y, _, _ = self._draw(held, own, _PATHS)
-                    apart = windows_apart(cuts, self.horizon)
-                    self.calibration_ = Calibration.of(
-                        paths, y, held.dates(own), len(cuts[:, 0].unique()), apart
-                    )
-            else:
-                steps = min(steps, 300)
+                    series, apart = len(cuts[:, 0].unique()), windows_apart(cuts, self.horizon)
+                    self.calibration_ = Calibration.of(paths, y, held.dates(own), series, apart)
             if self.refit or not len(cuts):
                 whole = Windows(panel, windows.layout, scale)
                 self.linear_: Linear = fit_linear(whole, penalty)
@@ -333,7 +328,7 @@ class Forecaster:
             One row for this forecaster and one for the seasonal naive forecast, with the columns
             crps, wql, mase and coverage80 (see `vssm.forecasting.metrics`).
         """
-        return self._roll(self._read(df), windows, samples, stride).table
+        return self._roll(self._read(df), *self._rolling(windows, samples, stride)).table
 
     def backtest(
         self,
@@ -346,8 +341,8 @@ class Forecaster:
 
         The arguments are those of `evaluate`; the result has its `table`, and a `plot`.
         """
-        windows, panel = whole_number("windows", windows, 1), self._read_new(df)
-        stride = self.horizon if stride is None else whole_number("stride", stride, 1)
+        panel = self._read_new(df)
+        windows, samples, stride = self._rolling(windows, samples, stride)
         test = self.horizon + (windows - 1) * stride
         older = []
         for one in panel.series:
@@ -360,10 +355,12 @@ class Forecaster:
         self._fit(replace(panel, series=tuple(older)))
         return self._roll(panel, windows, samples, stride)
 
-    def _roll(self, panel: Panel, windows: int, samples: int, stride: int | None) -> Backtest:
-        windows = whole_number("windows", windows, 1)
-        samples = whole_number("samples", samples, 1)
+    def _rolling(self, windows: int, samples: int, stride: int | None) -> tuple[int, int, int]:
+        """Returns these numbers, checked, with the horizon as the default stride."""
         stride = self.horizon if stride is None else whole_number("stride", stride, 1)
+        return whole_number("windows", windows, 1), whole_number("samples", samples, 1), stride
+
+    def _roll(self, panel: Panel, windows: int, samples: int, stride: int) -> Backtest:
         cuts = rolling_cuts(panel, self.layout_, windows, stride)
         seen = [len(one.y) for one in panel.series]
         for k, cut in reversed(cuts.tolist()):

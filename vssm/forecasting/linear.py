@@ -39,13 +39,8 @@ def choose_linear(older: Windows, whole: Windows, cuts: Tensor) -> Choice:
     """Returns the centre and the penalty that forecast held-out windows best.
 
     Held-out windows overlap, so a small lead says little: the largest penalty is taken whose error
-    is within half a standard error of the smallest.
-
-    Arguments:
-        older: The panel without what is held out.
-        whole: The whole panel.
-        cuts: The windows that are held out, (W, 2); windows of `older` if there are none, and then
-            only the centre is chosen.
+    is within half a standard error of the smallest. If no windows of the whole panel are held out,
+    only the centre is chosen, by windows of `older`.
     """
     test = whole if len(cuts) else older
     apart = windows_apart(cuts, older.layout.horizon)

@@ -37,18 +37,15 @@ def crps(paths: Tensor, y: Tensor) -> Tensor:
 
 
 def scores(paths: Tensor, y: Tensor, spread: Tensor, naive: Tensor) -> dict[str, float]:
-    """Returns crps, wql, mase and coverage80, averaged over all values that are known.
+    """Returns crps, wql, mase and coverage80, averaged over all values that are not NaN.
 
-    Arguments:
-        paths: (W, S, H) in the units of the data.
-        y: What came, (W, H); NaN where it is not known.
-        spread: The deviation of the series of each window, (W,).
-        naive: The mean error of the seasonal naive forecast of the series of each window, (W,).
+    The series of each window has a deviation, `spread` (W,), and a mean error of the seasonal naive
+    forecast, `naive` (W,).
     """
     levels = torch.arange(1, 10, dtype=paths.dtype) / 10
     quantiles = torch.quantile(paths, levels, dim=1)  # (9, W, H)
-    there, gap = y.isfinite(), y - quantiles
-    pinball = torch.maximum(levels.view(-1, 1, 1) * gap, (levels.view(-1, 1, 1) - 1) * gap)
+    there, gap, share = y.isfinite(), y - quantiles, levels.view(-1, 1, 1)
+    pinball = torch.maximum(share * gap, (share - 1) * gap)
     inside = (y >= quantiles[0]) & (y <= quantiles[-1])
     error = crps(paths, y) / spread[:, None]
     off = (quantiles[4] - y).abs() / naive[:, None]

@@ -80,13 +80,7 @@ def draw_paths(
 ) -> Tensor:
     """Returns paths of the points of windows, (B, S, L); every path draws its own latents.
 
-    Arguments:
-        model: The model.
-        batch: The windows.
-        layout: Their sizes.
-        samples: S.
-        seed: Selects the paths.
-        first: The row of the noise of the first window; the others follow.
+    The seed selects the paths. `first` is the row of the noise of the first window.
     """
     device = first_weight(model).device
     batch = batch.to(device)
@@ -100,8 +94,6 @@ def draw_paths(
     else:
         past = batch.x[:, : layout.history_steps].repeat_interleave(samples, 0)
         length = layout.steps - layout.history_steps
-        ahead = generate(
-            model, length=length, prompt=past, observe="sample", seed=seeds, rows=rows
-        ).x
-        made = torch.cat([past, ahead], 1)
+        options = {"observe": "sample", "seed": seeds, "rows": rows}
+        made = torch.cat([past, generate(model, length=length, prompt=past, **options).x], 1)
     return made.flatten(1).unflatten(0, (-1, samples)).cpu()

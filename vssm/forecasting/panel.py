@@ -296,11 +296,7 @@ def read_ahead(
 ) -> list[np.ndarray] | None:
     """Reads the covariates of the dates after each series, (H, F) each; None if there are none.
 
-    Arguments:
-        panel: The histories.
-        horizon: H.
-        future: unique_id, ds and the covariates; without unique_id the same for all series, with
-            dates as the index or a column.
+    Without unique_id they are the same for all series, with dates as the index or a column.
     """
     import pandas
 

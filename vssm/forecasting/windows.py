@@ -108,12 +108,8 @@ def centre_and_scale(
 ) -> tuple[Tensor, Tensor]:
     """Returns the centre of every point, (B, L), and the scale of every window, (B, 1).
 
-    Arguments:
-        y: The values, (B, L) float64.
-        known: Which of them are known, (B, L).
-        layout: The sizes of a window.
-        least: Bounds the scale from below, (B, 1): a history may be constant.
-        centre: One of `CENTRES`; that of the layout by default.
+    `least` (B, 1) bounds the scale from below: a history may be constant. The centre is one of
+    `CENTRES`; that of the layout by default.
 
     Example:
         >>> layout = Layout(horizon=2, season=2, patch=2, context=4, centre="season")
@@ -295,9 +291,7 @@ class Windows:
     def forecasts(self, cuts: Tensor, blind: bool = False) -> Batch:
         """Returns windows in which the history is known and the horizon is to be made.
 
-        Arguments:
-            cuts: The windows, (B, 2), as `cuts` gives them.
-            blind: Whether all points of the horizon are to be made, not only those in the data.
+        With `blind` all points of the horizon are to be made, not only those in the data.
         """
         y, there = self.values(cuts)
         known, made = self.layout.split(there)
