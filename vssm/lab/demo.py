@@ -96,12 +96,11 @@ def _draw_mnist(folder: Path) -> None:
         print(f"  {path!s:32s} {words:34s} {time.perf_counter() - began:.2f} s", flush=True)
         return x
 
-    def complete() -> torch.Tensor:
-        return torch.cat([upper, vssm.generate(best, length=14, prompt=upper, seed=2).x], 1)
-
-    one_shot = lambda: vssm.generate(best, num=32, seed=1).x  # noqa: E731
-    upper = show("one-shot", "32 digits in one pass", one_shot)[:16, :14]
-    show("completed", "16 lower halves anew, in one pass", complete)
+    one_shot = partial(vssm.generate, best, num=32, seed=1)
+    upper = show("one-shot", "32 digits in one pass", lambda: one_shot().x)[:16, :14]
+    lower = partial(vssm.generate, best, length=14, prompt=upper, seed=2)
+    words = "16 lower halves anew, in one pass"
+    show("completed", words, lambda: torch.cat([upper, lower().x], 1))
     holes = show("labels", "16 digits by label, in one pass", lambda: vssm.fill(any_part, labels))
     holes[:, 7:21, 7:21] = torch.nan
     show("filled", "their middles anew, in one pass", lambda: vssm.fill(any_part, holes))

@@ -232,8 +232,8 @@ class _Plan:
         metrics["train_seconds"] = json.loads((folder / "meta.json").read_bytes())["seconds"]
         if stage == "seeds":
             scored = self.score(folder, config)
-            evaluation = scored["config"]["evaluate"]
-            self.write(stage, config, {**scored["metrics"], **metrics}, evaluation, curve)
+            both = {**scored["metrics"], **metrics}
+            self.write(stage, config, both, config=scored["config"], curve=curve)
         else:
             self.write(stage, config, metrics)
         shutil.rmtree(folder / "checkpoint", ignore_errors=True)
@@ -255,25 +255,18 @@ class _Plan:
         return scored
 
     def write(
-        self,
-        stage: str,
-        config: RunConfig,
-        metrics: Mapping[str, float | None],
-        evaluation: object = None,
-        curve: object = None,
+        self, stage: str, run: RunConfig, metrics: Mapping[str, float | None], **parts: object
     ) -> None:
-        path, train = self.piece(stage, config), config.train
+        """Writes the result of a run; `parts` go into the file as they are."""
+        path, train = self.piece(stage, run), run.train
         path.parent.mkdir(parents=True, exist_ok=True)
-        own = {"kinds": [config.model.kind], "seeds": [train.seed] if stage == "seeds" else None}
+        own = {"kinds": [run.model.kind], "seeds": [train.seed] if stage == "seeds" else None}
         command = command_line(f"vssm reproduce {self.data}", reproduce, {**self.options, **own})
         steps = train.max_steps
-        epochs = train.epochs if steps is None else round(steps / _steps_per_epoch(config), 4)
+        epochs = train.epochs if steps is None else round(steps / _steps_per_epoch(run), 4)
         metrics = {**metrics, "epochs": epochs, "learning_rate": train.learning_rate}
-        values = replace(config, data=replace(config.data, dir=None)).to_dict()
-        settings = {part: values[part] for part in ("data", "model", "train")}
-        settings |= {} if evaluation is None else {"evaluate": evaluation}
-        made = result(path.stem, command, settings, metrics)
-        write_result(path, made if curve is None else {**made, "curve": curve})
+        settings = {part: run.to_dict()[part] for part in ("data", "model", "train")}
+        write_result(path, {**result(path.stem, command, settings, metrics), **parts})
 
 
 def difference(path: Path, config: RunConfig, metric: str) -> str | None:
