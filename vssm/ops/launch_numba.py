@@ -107,12 +107,12 @@ def conv_backward(
     """Returns the gradients of x, weight, bias and state."""
     channels = x.shape[2]
     parts, taps = _cut(_num_sequences(x, starts), channels)[2], weight.T.contiguous()[None]
-    dx, dtaps, dbias = room(*x.shape), room(parts, *taps.shape[1:]), room(parts, channels)
+    dx, dtaps = room(*x.shape), room(parts, taps.shape[1] + 1, channels)  # and one for the bias
     dstate = None if state is None else room(*state.shape)
     rows = (x, taps, state, None, None, dy, dx, dtaps, dstate)
-    wholes = (None, None, bias, *[None] * 6, dbias)
-    run(conv.backward_kernel, rows, wholes, taps.shape[1], conv.SIZE, starts=starts)
-    return dx, _total(dtaps).T.contiguous(), _total(dbias), dstate
+    run(conv.backward_kernel, rows, (None, None, bias), taps.shape[1], conv.SIZE, starts=starts)
+    sums = _total(dtaps)
+    return dx, sums[:-1].T.contiguous(), sums[-1], dstate
 
 
 def room(*shape: int) -> Tensor:

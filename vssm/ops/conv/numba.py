@@ -9,9 +9,9 @@ Backward computes s of `vssm.ops.conv` again and goes from the last step to the 
 
 | word      | operand                          | word            | operand                       |
 | --------- | -------------------------------- | --------------- | ----------------------------- |
-| `U`, `DU` | x, dx (B, T, D)                  | `DT`, `DDT`     | w (1, K, D), dw (parts, K, D) |
-| `Z`, `DZ` | state, its gradient (B, K-1, D)  | `BIAS`, `DBIAS` | bias (D,), dbias (parts, D)   |
-| `Y`       | y, or dy in backward             | `COUNT`         | K                             |
+| `U`, `DU` | x, dx (B, T, D)                  | `DT`            | w (1, K, D)                   |
+| `Z`, `DZ` | state, its gradient (B, K-1, D)  | `DDT`           | dw and dbias, (parts, K+1, D) |
+| `Y`       | y, or dy in backward             | `BIAS`, `COUNT` | bias (D,), K                  |
 
 Scratch memory holds rows of LANES numbers: `window`, the inputs of some steps and the K - 1 inputs
 before them; `slopes`, ds of the steps and of the K - 1 steps after them.
@@ -21,10 +21,10 @@ before them; `slopes`, ds of the steps and of the K - 1 steps after them.
 from vssm.ops.conv import MAX_TAPS
 
 from vssm.ops.vectors import (  # isort: skip
-    BIAS, CHANNELS, COUNT, DBIAS, DDT, DT, DU, DZ, FLUSH, LANES, PER_TASK, ROW, U, Y, Z, clear,
-    compiled, copy, draw_task, fold, kernel, load_block, load_row, load_rows, load_word, muladd,
-    place, read, read_vector, repeat, sequence, set_float_mode, sigmoid, store, store_rows,
-    width_of, write, written, zero_row,
+    BIAS, COUNT, DDT, DT, DU, DZ, FLUSH, LANES, PER_TASK, ROW, U, Y, Z, clear, compiled, copy,
+    draw_task, fold, kernel, load_block, load_row, load_rows, load_word, muladd, place, read,
+    read_vector, repeat, sequence, set_float_mode, sigmoid, store, store_rows, width_of, write,
+    written, zero_row,
 )  # fmt: skip
 
 __all__ = ["backward_kernel", "forward_kernel"]
@@ -100,7 +100,7 @@ def forward_kernel(words, scratch):
 def backward_kernel(words, scratch):
     count = load_word(words, COUNT)
     window, slopes, buffer = scratch + WINDOW, scratch + SLOPES, scratch + BUFFER
-    taps, dtaps, dbias = scratch + TAPS, scratch + DTAPS, scratch + DTAPS + MAX_TAPS * ROW
+    taps, dtaps, dbias = scratch + TAPS, scratch + DTAPS, scratch + DTAPS + count * ROW
     mode = set_float_mode(FLUSH)
     while True:
         _, first, last, b_first, b_last = draw_task(words)
@@ -110,7 +110,7 @@ def backward_kernel(words, scratch):
             read_taps(words, channel, taps)
             bias = read_vector(words, BIAS, channel, scratch + SPARE)
             width = width_of(words, channel)
-            clear(dtaps, MAX_TAPS + 1)
+            clear(dtaps, count + 1)
             for b in range(b_first, b_last):
                 clear(slopes, count - 1)
                 row, origin, length = sequence(words, b)
@@ -149,7 +149,5 @@ def backward_kernel(words, scratch):
                     copy(buffer, 0, address, 0, 1, width, width)
             part = b_first // load_word(words, PER_TASK)
             address, stride = place(words, DDT, part, 0, channel)
-            copy(dtaps, ROW, address, stride, count, width, width)
-            at = load_word(words, DBIAS) + 4 * (load_word(words, CHANNELS) * part + channel)
-            copy(dbias, 0, at, 0, 1, width, width)
+            copy(dtaps, ROW, address, stride, count + 1, width, width)
     set_float_mode(mode)
