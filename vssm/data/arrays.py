@@ -35,12 +35,8 @@ def open_arrays(config: DataConfig, missing: bool = False) -> Data:
         raise ValueError(f"{path} holds {names}; use x, lengths and labels")
     x = arrays["x"]
     pixels, coloured = x.dtype == np.uint8, x.ndim == 4 and x.shape[3] in (1, 3)
-    if (
-        not (x.ndim == 3 or coloured)
-        or x.dtype.kind not in "fiu"
-        or 0 in x.shape
-        or len(x) < FEWEST
-    ):
+    fits = (x.ndim == 3 or coloured) and len(x) >= FEWEST and x.size > 0
+    if not fits or x.dtype.kind not in "fiu":
         raise ValueError(
             f"{path}: x is {x.dtype} of shape {x.shape}; use numbers (sequences, steps,"
             f" features) or images (images, height, width, 1 or 3), at least {FEWEST} sequences of"
@@ -57,7 +53,6 @@ def open_arrays(config: DataConfig, missing: bool = False) -> Data:
             x = x.astype(np.float32)
     x = _checked(path, x, lengths, missing)
     low, high = np.nanmin(x), np.nanmax(x)
-    note = None
     if pixels or coloured:
         if (high > 1 and not pixels) or low < 0:
             raise ValueError(
@@ -68,11 +63,13 @@ def open_arrays(config: DataConfig, missing: bool = False) -> Data:
         meta = image_meta("arrays", shape, maximum if pixels else None, classes)
         x = x.reshape(len(x), meta.length, -1)
         if pixels:
-            note = (
-                f"x is uint8 and read as {'RGB' if shape[2] == 3 else 'grey'} images of {shape[1]}"
-                f" x {shape[0]} pixels,"
-                f" {'0 to 255 become 0 to 1' if maximum == 255 else '0 and 1 stay as they are'};"
-                " save other numbers as float32"
+            height, width, channels = shape
+            kind = "grey" if channels == 1 else "RGB"
+            scaled = "0 to 255 become 0 to 1" if maximum == 255 else "0 and 1 stay as they are"
+            warnings.warn(
+                f"{path}: x is uint8 and read as {kind} images of {width} x {height} pixels,"
+                f" {scaled}; save other numbers as float32",
+                stacklevel=3,
             )
     else:
         meta = Meta(
@@ -83,12 +80,11 @@ def open_arrays(config: DataConfig, missing: bool = False) -> Data:
             classes=classes,
         )
         if np.nanmean(np.abs(x), dtype=np.float64) > _LARGE:
-            note = (
-                f"x has values from {low:g} to {high:g}; divide or standardise them, since models"
-                " expect values of about 1"
+            warnings.warn(
+                f"{path}: x has values from {low:g} to {high:g}; divide or standardise them, since"
+                " models expect values of about 1",
+                stacklevel=3,
             )
-    if note:
-        warnings.warn(f"{path}: {note}", stacklevel=3)
     ends, kinds = (None if a is None else torch.from_numpy(a) for a in (lengths, labels))
     whole = Split(torch.from_numpy(x), kinds, maximum, ends, classes or 0, missing)
     return split_at_random(config, meta, whole, [path])

@@ -263,12 +263,8 @@ def uneven_dates(times: np.ndarray) -> str | None:
     """
     import pandas
 
-    if len(times) < 2:
-        return None
-    first, step = pandas.Timestamp(times[0]), usual_step(times)
-    dates = pandas.date_range(first, periods=len(times) + 1, freq=step, unit="us")
-    dates = dates[dates > first]  # `first` itself may lie off the calendar
-    odd = times[1:] != dates[: len(times) - 1].to_numpy()
+    due = pandas.DatetimeIndex(times[:-1]) + usual_step(times)
+    odd = due.to_numpy() != times[1:]
     if not odd.any():
         return None
     last, date = times[odd.argmax() :][:2].astype("datetime64[s]")

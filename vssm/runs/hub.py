@@ -52,10 +52,7 @@ def push(folder: str | Path, repo: str, token: str | None = None, private: bool 
         api.create_repo(name, private=private, exist_ok=True)
         if private and not api.model_info(name).private:
             raise ValueError("it exists and is public; use another name with private=True")
-        files = [
-            hub.CommitOperationAdd(path_in_repo=path, path_or_fileobj=content)
-            for path, content in contents.items()
-        ]
+        files = [hub.CommitOperationAdd(path, content) for path, content in contents.items()]
         commit = api.create_commit(name, files, commit_message="Add a model made with vssm")
     except (OSError, ValueError, hub.errors.HTTPError) as error:
         raise ValueError(f"repo={repo!r} cannot be written: {_one_line(str(error))}") from None
