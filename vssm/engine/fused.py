@@ -80,7 +80,6 @@ class PackedLinear(nn.Module):
 class FusedMamba(MambaBlock):
     """Creates a frozen Mamba block from a plain one."""
 
-    in_weight: PackedWeight
     taps: Tensor
     bias: Tensor
 
@@ -88,9 +87,7 @@ class FusedMamba(MambaBlock):
         nn.Module.__init__(self)
         mixer = block.mixer
         self.norm, self.mixer = block.norm, mixer
-        assert isinstance(mixer.in_proj, PackedLinear)
         assert mixer.conv1d.bias is not None
-        self.in_weight = mixer.in_proj.packed
         self.taps, self.bias = mixer.conv1d.weight.squeeze(1).contiguous(), mixer.conv1d.bias
         self.A = -torch.exp(mixer.A_log.detach().float())
         self.dt_weight: PackedWeight = PackedWeight(mixer.dt_proj.weight)
@@ -99,7 +96,7 @@ class FusedMamba(MambaBlock):
         """Maps x (B, T, width) to (B, T, width) and returns the state after the last step."""
         mixer = self.mixer
         conv, h = (None, None) if state is None else (state["conv"], state["ssm"])
-        u, z = linear(x, self.in_weight, norm=self.norm).chunk(2, -1)
+        u, z = mixer.in_proj(x, norm=self.norm).chunk(2, -1)
         u, conv = causal_conv_silu(u, self.taps, self.bias, conv)
         dt, B, C = mixer.x_proj(u).split([mixer.rank, mixer.states, mixer.states], -1)
         dt = linear(dt, self.dt_weight)
