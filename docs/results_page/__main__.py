@@ -90,9 +90,9 @@ def _draw(results: Path, pictures: Path) -> None:
     for scale in SCALES:
         found = [data for data in DATA_SETS if scored_runs(results / scale, data)]
         if found:
-            draw_figure(results / scale, pictures / f"{scale}.png", found)
+            (pictures / f"{scale}.png").write_bytes(draw_figure(results / scale, found))
         for data in found:
-            draw_samples(results / scale, pictures / f"{scale}_{data}.png", [data])
+            (pictures / f"{scale}_{data}.png").write_bytes(draw_samples(results / scale, [data]))
     for result in read_results(results.glob("quality/*.json")):
         draw_dials(result["metrics"], pictures / f"dials_{result['name']}.png")
         samples = results / "quality" / f"{result['name']}.png"

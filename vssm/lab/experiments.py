@@ -1,15 +1,15 @@
 """The paper's experiments as tables and figures, from the files that `vssm reproduce` keeps."""
 
+import io
 import json
 import statistics
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vssm.config import KINDS
-from vssm.data.storage import write_atomically
-from vssm.evaluation.report.page import Row, Table, read_picture, write_page
+from vssm.evaluation.report.chart import Picture
+from vssm.evaluation.report.page import Row, Table, write_page
 
 __all__ = ["DATA_SETS", "draw_figure", "draw_samples", "experiment_table", "find_results"]
 __all__ += ["read_results", "scored_runs", "write_experiments"]
@@ -106,18 +106,16 @@ def write_experiments(results: Path, page: str | Path) -> Path:
     for data in DATA_SETS:
         if runs := scored_runs(results, data):
             figures = {"curves, test set and samples": draw_figure, "all samples": draw_samples}
-            pictures = []
-            for title, draw in figures.items():
-                with tempfile.TemporaryDirectory() as folder:
-                    draw(results, Path(folder) / "figure.png", [data])
-                    pictures.append(read_picture(Path(folder) / "figure.png", title, title))
+            pictures = [
+                Picture(name, name, draw(results, [data])) for name, draw in figures.items()
+            ]
             headings, rows = experiment_table(runs)
             table = Table(_LEGEND, headings[1:], [Row(name, cells) for name, *cells in rows])
             sections[data] = [{"pictures": pictures, "wide": True}, {"table": table}]
     return write_page(page, sections)
 
 
-def draw_figure(results: Path, path: str | Path, data_sets: Sequence[str]) -> None:
+def draw_figure(results: Path, data_sets: Sequence[str]) -> bytes:
     """Draws the paper's figure as a PNG: curves, test statistics and samples of each data set."""
     from matplotlib.figure import Figure
 
@@ -137,10 +135,10 @@ def draw_figure(results: Path, path: str | Path, data_sets: Sequence[str]) -> No
             axes.axis("off")
         for axes, (kind, own) in zip(places, runs.items(), strict=False):
             _show_samples(axes, own[0], kind, _SHOWN_SAMPLES)
-    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=100))
+    return _png(figure)
 
 
-def draw_samples(results: Path, path: str | Path, data_sets: Sequence[str]) -> None:
+def draw_samples(results: Path, data_sets: Sequence[str]) -> bytes:
     """Draws all stored samples of every model as a PNG, the paper's additional figure."""
     from matplotlib.figure import Figure
 
@@ -150,7 +148,13 @@ def draw_samples(results: Path, path: str | Path, data_sets: Sequence[str]) -> N
         axes.axis("off")
         kind, seed = run["config"]["model"]["kind"], run["config"]["train"]["seed"]
         _show_samples(axes, run, f"{kind}, seed {seed}", 1)
-    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=100))
+    return _png(figure)
+
+
+def _png(figure: Any) -> bytes:  # noqa: ANN401
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=100)
+    return file.getvalue()
 
 
 def _draw_curves(axes: Any, runs: Mapping[str, Sequence[Result]]) -> None:  # noqa: ANN401

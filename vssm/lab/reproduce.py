@@ -147,8 +147,8 @@ def reproduce(
         run("seeds", chosen, epochs, "runs", seeds)
     finally:
         if scored_runs(plan.results, data):
-            draw_figure(plan.results, out / "figure.png", [data])
-            draw_samples(plan.results, out / f"samples_{data}.png", [data])
+            (out / "figure.png").write_bytes(draw_figure(plan.results, [data]))
+            (out / f"samples_{data}.png").write_bytes(draw_samples(plan.results, [data]))
     page = f"vssm report {shlex.quote(str(results))}"
     plan.show.message(f"all done; for a page of the results: {page}")
 
