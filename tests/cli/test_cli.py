@@ -288,7 +288,7 @@ def test_series_start_from_a_small_model():
         (["forecast", "nowhere", "--path", "x.csv"], "'nowhere' does not exist"),
         (
             ["train", "series", "--series.path", "x.csv"],
-            "found no x.csv in the place given, nor in .*; give its path",
+            "found no x.csv in the place given, nor as .*; give its path",
         ),
         (
             ["generate", "nowhere", "--device", "gpu"],

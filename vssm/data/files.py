@@ -8,7 +8,7 @@ import hashlib
 import io
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,24 +43,22 @@ def locate(
     `subfolders`. Its content is not checked here. If `unpack`, the download is an archive with the
     file in it.
     """
-    folders = _data_folders(given)
-    if found := _search(name, subfolders, folders):
+    places = _places(name, subfolders, given)
+    if found := next(filter(Path.is_file, places), None):
         return found
     import pooch  # writes a temporary file, compares the checksum, then renames
 
-    places = {"fname": remote.file, "path": cache_folder()}
+    known, place = f"sha256:{remote.sha256}", {"fname": remote.file, "path": cache_folder()}
     try:
-        known = f"sha256:{remote.sha256}"
         if not unpack:
-            return Path(pooch.retrieve(remote.url, known, **places))
-        paths = map(Path, pooch.retrieve(remote.url, known, processor=pooch.Untar(), **places))
+            return Path(pooch.retrieve(remote.url, known, **place))
+        paths = map(Path, pooch.retrieve(remote.url, known, processor=pooch.Untar(), **place))
         return next(path for path in paths if path.name == name)
     except (OSError, ValueError) as error:  # the errors of requests are OSErrors
         raise ValueError(
-            f"found no {name} in {' or '.join(map(str, folders))} (nor in"
-            f" {', '.join(subfolders)} there), and {remote.url} could not be downloaded"
-            f" ({' '.join(str(error).split())}); give the folder that holds it with --data-dir or"
-            " $VSSM_DATA"
+            f"found no {name} as {' or '.join(map(str, places))}, and {remote.url} could not be"
+            f" downloaded ({' '.join(str(error).split())}); give the folder that holds it with"
+            " --data-dir or $VSSM_DATA"
         ) from error
 
 
@@ -81,35 +79,24 @@ def locate_own(config: DataConfig) -> Path:
         return own
     if own.exists():
         raise ValueError(f"{path!r} is a {'folder' if own.is_dir() else 'file'}; use a {kind}")
-    folders = _data_folders(config.dir)
     name = own.name if own.is_absolute() else str(own)
     subfolder = "timeseries" if config.name == "series" else config.name
-    if found := _search(name, [subfolder], folders, is_there):
+    places = _places(name, [subfolder], config.dir)
+    if found := next(filter(is_there, places), None):
         return found
     raise ValueError(
-        f"found no {name} in the place given, nor in {' or '.join(map(str, folders))} (nor in"
-        f" {subfolder} there); give its path, or the folder that holds it with --data-dir or"
-        " $VSSM_DATA"
+        f"found no {name} in the place given, nor as {' or '.join(map(str, places))}; give its"
+        " path, or the folder that holds it with --data-dir or $VSSM_DATA"
     )
 
 
-def _data_folders(given: str | None) -> list[Path]:
-    """Returns the folders to search: `given`, or else $VSSM_DATA; then the cache."""
+def _places(name: str, subfolders: Sequence[str], given: str | None) -> list[Path]:
+    """Returns where a file may lie: in `given`, or else $VSSM_DATA; then in the cache."""
     option, folder = ("--data-dir", given) if given else ("$VSSM_DATA", os.environ.get("VSSM_DATA"))
     if folder and not Path(folder).expanduser().is_dir():
         raise ValueError(f"{option} {folder!r} is not a folder")
-    return [*([Path(folder).expanduser()] if folder else []), cache_folder()]
-
-
-def _search(
-    name: str,
-    subfolders: Sequence[str],
-    folders: list[Path],
-    is_there: Callable[[Path], bool] = Path.is_file,
-) -> Path | None:
-    """Returns the first place of a name in the folders and their subfolders."""
-    places = (folder / sub / name for folder in folders for sub in ("", *subfolders))
-    return next(filter(is_there, places), None)
+    folders = [*([Path(folder).expanduser()] if folder else []), cache_folder()]
+    return [folder / sub / name for folder in folders for sub in ("", *subfolders)]
 
 
 def read_bytes(path: Path) -> bytes:
