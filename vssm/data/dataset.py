@@ -84,9 +84,7 @@ class Split:
         Returns:
             (B, T, D) float32, or (B, T) int64 for tokens. NaN where a value is missing.
         """
-        x = self.x[index]
-        if device is not None:
-            x = x.to(device, non_blocking=True)
+        x = self.x[index].to(device=device, non_blocking=True)
         if x.dim() == 2:
             return x.long()
         x = x.float() if self.maximum == 1 else x.float() / self.maximum
@@ -104,8 +102,7 @@ class Split:
         """Returns how many steps of the sequences at `index` are real, (B,); None if all are."""
         if self.lengths is None:
             return None
-        lengths = self.lengths[index]
-        return lengths if device is None else lengths.to(device, non_blocking=True)
+        return self.lengths[index].to(device=device, non_blocking=True)
 
     def take(self, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """Returns the sequences at `index`, and their lengths if they differ."""

@@ -72,7 +72,7 @@ class Windows(Split):
     def _rows(self, index: Index, device: Device) -> Tensor:
         starts = self.starts[index]
         x = self.x[starts[:, None] + torch.arange(self.length, device=starts.device)]
-        return x if device is None else x.to(device, non_blocking=True)
+        return x.to(device=device, non_blocking=True)
 
     def _scale(self, x: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor]:
         context, channels = self.scaled
