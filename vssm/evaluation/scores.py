@@ -27,6 +27,7 @@ from vssm.checks import (
     check_path,
     check_type,
     choose_device,
+    shown,
     whole_number,
 )
 from vssm.data import Data, Meta, open_data
@@ -112,6 +113,8 @@ def evaluate_run(
     check_type("known", known, (tuple, list), "names such as random:0.5")
     for name in known:
         parse_mask(name)
+    if progress is not None and not callable(progress):
+        raise ValueError(f"progress is {shown(progress)}; it must be a function")
     check_choice("splits", splits, ("test", "valid"))
     for name, flag in (("quick", quick), ("dials", dials), ("particles", particles)):
         check_flag(name, flag)
@@ -122,7 +125,8 @@ def evaluate_run(
         raise ValueError("num_images=1 gives no distance; use 0 for none, or 2 and more")
     if max_sequences is not None:
         max_sequences = whole_number("max_sequences", max_sequences, 1)
-    batch = None if batch is None else whole_number("batch", batch, 1)
+    if batch is not None:
+        batch = whole_number("batch", batch, 1)
     given: dict[str, Any] = {name: value for name, value in locals().items() if name in _DEFAULTS}
     given |= {"device": str(device), "known": list(known)}
     if quick:

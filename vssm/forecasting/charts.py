@@ -31,25 +31,21 @@ class Fan(NamedTuple):
 
 def draw_fans(fans: Sequence[Fan], path: str | Path | None = None) -> "Figure":
     """Returns a chart of the first twelve series, one above the other; `path` saves it as PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     fans = fans[:_MOST_FANS]
     figure = Figure(figsize=(8, 1 + 1.6 * len(fans)), layout="constrained")
-    FigureCanvasAgg(figure)
-    for fan, axes in zip(
-        fans, figure.subplots(len(fans), 1, sharex=True, squeeze=False)[:, 0], strict=True
-    ):
+    plots = figure.subplots(len(fans), 1, sharex=True, squeeze=False)[:, 0]
+    style = {"color": "tab:blue", "alpha": 0.25, "linewidth": 0}
+    for fan, axes in zip(fans, plots, strict=True):
         axes.plot(fan.dates, fan.y, color="black", linewidth=0.8, label="history")
         for k, (dates, paths) in enumerate(fan.ahead):
-            style = {"color": "tab:blue", "alpha": 0.25, "linewidth": 0}
+            hidden = "_" if k else ""  # a legend leaves out what begins so
             for band in _BANDS:
                 low, high = np.quantile(paths, ((1 - band) / 2, (1 + band) / 2), axis=0)
-                label = f"{band:.0%}" if k == 0 else None
-                axes.fill_between(dates, low, high, **style, label=label)
-            label = "median" if k == 0 else None
+                axes.fill_between(dates, low, high, **style, label=f"{hidden}{band:.0%}")
             middle = np.median(paths, axis=0)
-            axes.plot(dates, middle, color="tab:blue", linewidth=1, label=label)
+            axes.plot(dates, middle, color="tab:blue", linewidth=1, label=f"{hidden}median")
         axes.set_ylabel(fan.name.replace("$", r"\$"), fontsize=8)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, fontsize=6, ncols=5, loc="outside upper center")  # over no line
