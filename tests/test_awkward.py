@@ -4,7 +4,6 @@ import copy
 import inspect
 import itertools
 import json
-import warnings
 from itertools import pairwise
 
 import numpy as np
@@ -337,22 +336,6 @@ def test_what_is_nothing_of_the_kind_is_refused_in_a_line(tmp_path):
         with pytest.raises(ValueError, match=message):
             call()
     assert (tmp_path / "config.json").read_text() == '{"my": "precious"}'
-
-
-def test_histories_of_numpy_that_torch_would_not_take():
-    from vssm import forecast
-
-    model, values = small_model("vssm"), np.random.default_rng(0).normal(size=(6, 3))
-    wanted = forecast(model, values.copy(), horizon=2, samples=2).samples
-    fixed = values.copy()
-    fixed.flags.writeable = False
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for history in (values[::-1].copy()[::-1], fixed, np.ma.masked_array(values, False)):
-            assert torch.equal(forecast(model, history, horizon=2, samples=2).samples, wanted)
-    hidden = np.ma.masked_array(values, np.arange(18).reshape(6, 3) == 4)
-    with pytest.warns(UserWarning, match="missing 1 of 18 values"):
-        forecast(model, hidden, horizon=2, samples=2)
 
 
 # Of every public function, arguments that are right; each in turn is replaced by what is nothing of
