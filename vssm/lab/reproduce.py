@@ -30,6 +30,7 @@ from tyro.conf import Positional, Suppress, arg
 from vssm.checks import check_choice, check_number, choose_device
 from vssm.config import PRESETS, ModelConfig, RunConfig, TrainConfig
 from vssm.data import DataConfig, open_data
+from vssm.data.storage import read_object
 from vssm.evaluation.result import draw_grid, validations
 from vssm.evaluation.scores import evaluate_run
 from vssm.lab.bench.measure import command_line
@@ -211,17 +212,15 @@ class _Plan:
 
     def best(self, stage: str, kind: str, rates: Sequence[float]) -> list[float]:
         """Returns the rates that did not diverge, the lowest validation loss first."""
-        finite = {}
-        for rate in rates:
-            path = self.results / stage / f"{self.data}_{kind}_lr{rate!r}.json"
-            loss = json.loads(path.read_bytes())["metrics"]["validation_loss"]
-            if loss is not None:
-                finite[rate] = loss
+        paths = (self.results / stage / f"{self.data}_{kind}_lr{rate!r}.json" for rate in rates)
+        metrics = [read_object(path)["metrics"] for path in paths]
+        losses = {each["learning_rate"]: each["validation_loss"] for each in metrics}
+        finite = {rate: loss for rate, loss in losses.items() if loss is not None}
         if not finite:
             raise ValueError(
                 f"kind={kind!r} diverged at every learning rate of {tuple(rates)}; use lower"
             )
-        return sorted(finite, key=lambda rate: finite[rate])
+        return sorted(finite, key=finite.__getitem__)
 
     def record(self, stage: str, folder: Path) -> None:
         """Writes the result of a run that has ended, which means done, and frees the disk."""
@@ -229,7 +228,7 @@ class _Plan:
         if self.piece(stage, config).exists():
             return
         metrics, curve = validations(folder)
-        metrics["train_seconds"] = json.loads((folder / "meta.json").read_bytes())["seconds"]
+        metrics["train_seconds"] = read_object(folder / "meta.json")["seconds"]
         if stage == "seeds":
             scored = self.score(folder, config)
             both = {**scored["metrics"], **metrics}

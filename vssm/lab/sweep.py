@@ -44,7 +44,7 @@ def sweep(
     seeds: Sequence[int] = (0,),
     kinds: Sequence[str] | None = None,
     progress: Progress | None = None,
-) -> list[Row]:
+) -> list[dict[str, Any]]:
     """Trains every combination that has not been trained yet, and finds the best learning rate.
 
     A run that fails becomes a row with its reason and does not stop the others.

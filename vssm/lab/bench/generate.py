@@ -105,12 +105,11 @@ def print_generate_table(record: Record) -> None:
         cells.setdefault(row, {}).update(times)
     sizes = list(dict.fromkeys(size for times in cells.values() for size in times))
     rows = [[row, *(number(times.get(size)) for size in sizes)] for row, times in cells.items()]
+    slow = [cells[kind] for kind in ("transformer", "ssm", "rnn", "vrnn") if kind in cells]
     ratios = []
     for size in sizes:
-        slow = [cells.get(kind, {}).get(size) for kind in ("transformer", "ssm", "rnn", "vrnn")]
-        known = [value for value in slow if value is not None]
-        ours = cells.get("vssm", {}).get(size)
-        ratios.append(f"{min(known) / ours:.1f}x" if known and ours else "")
+        known, ours = [times[size] for times in slow if size in times], cells.get("vssm", {})
+        ratios.append(f"{min(known) / ours[size]:.1f}x" if known and size in ours else "")
     if any(ratios):
         rows.append(["fastest step by step / vssm", *ratios])
     title = f"Generation in ms, width {record.config['width']}, {record.config['layers']} layers"

@@ -269,9 +269,7 @@ class Record:
         from rich.console import Console
         from rich.table import Table
 
-        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-        for heading in headings:
-            table.add_column(heading, no_wrap=True)
+        table = Table(*headings, title=title, title_justify="left", box=SIMPLE_HEAD)
         for row in rows:
             table.add_row(*row)
         Console(width=250).print(table)  # wide enough for the numbers, whatever the terminal
