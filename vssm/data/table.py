@@ -90,21 +90,17 @@ def _read_frame(path: Path) -> Frame:
     content = read_bytes(path)
     try:
         if name.endswith((".parquet", ".pq")):
-            return _read_parquet(content)
+            try:
+                from pyarrow import parquet
+            except ImportError:
+                raise ValueError("Parquet needs pyarrow: pip install 'vssm[forecast]'") from None
+            frame = parquet.read_table(io.BytesIO(content))
+            return frame.to_pandas(ignore_metadata=True, date_as_object=False)
         with warnings.catch_warnings():  # of a first line that is shorter than others
             warnings.simplefilter("error", pandas.errors.ParserWarning)
             return _read_csv(content)
     except (OSError, ValueError, pandas.errors.ParserWarning) as error:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
-
-
-def _read_parquet(content: bytes) -> Frame:
-    try:
-        from pyarrow import parquet
-    except ImportError:
-        raise ValueError("Parquet needs pyarrow: pip install 'vssm[forecast]'") from None
-    table = parquet.read_table(io.BytesIO(content))
-    return table.to_pandas(ignore_metadata=True, date_as_object=False)
 
 
 def _read_csv(content: bytes) -> Frame:
