@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from vssm.serve.errors import Refused
-from vssm.serve.worker import Scheduler
 from vssm.serve.settings import Settings
+from vssm.serve.worker import Scheduler
 
 PIECE = 0.25  # seconds
 numbers = itertools.count()
