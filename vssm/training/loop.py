@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from vssm.checks import check_path, check_type
+from vssm.checks import check_flag, check_path, check_type
 from vssm.config import RunConfig
 from vssm.data import Meta, Split, open_data
 from vssm.data.dataset import digest, on_device
@@ -67,6 +67,8 @@ def train(
         The run folder.
     """
     check_path("folder", folder)
+    check_flag("resume", resume)
+    check_type("progress", progress, Progress | None, "a Progress")
     if config is None:
         if not resume:
             raise ValueError("config=None goes with resume=True only; give a RunConfig")
