@@ -108,7 +108,10 @@ class Work:
         device: torch.device,
         progress: Progress | None,
     ) -> None:
-        self.model, self.data, self.split, self.device = model, data, split, device
+        self.model: Model = model
+        self.data: Data = data
+        self.split: Split = split
+        self.device: torch.device = device
         self.length: int = data.meta.length
         self.cut: int = self.length // 2
         steps = 2**15 if device.type == "cuda" else 2**13

@@ -191,12 +191,14 @@ class Forecaster:
         windows, seen = Windows(older, layout, scale), [len(one.y) for one in older.series]
         whole = Windows(panel, layout, scale, seen=seen)
         centre, penalty = choose_linear(windows, whole, cuts)
-        self.linear_ = fit_linear(windows.centred(centre), penalty)
+        self.linear_: Linear = fit_linear(windows.centred(centre), penalty)
         windows = windows.centred(centre, self.linear_)
         sizes = self.width, self.layers, self.latents, self.classes
         config = model_config(self.kind, layout, scale.features(layout.patch), *sizes)
         options = (self.batch, self.learning_rate, self.seed, choose_device(self.device))
-        self.panel_, self.layout_, self.scale_ = panel, windows.layout, scale
+        self.panel_: Panel = panel
+        self.layout_: Layout = windows.layout
+        self.scale_: GivenScale = scale
         self.calibration_: Calibration | None = None
         steps = self.max_steps if len(cuts) else min(self.max_steps, 300)
         with progress_bar(self.progress) as bar:
@@ -211,10 +213,11 @@ class Forecaster:
                     self.calibration_ = Calibration.of(paths, y, held.dates(own), series, apart)
             if self.refit or not len(cuts):
                 whole = Windows(panel, windows.layout, scale)
-                self.linear_: Linear = fit_linear(whole, penalty)
+                self.linear_ = fit_linear(whole, penalty)
                 whole = whole.centred(centre, self.linear_)
                 self.model_, _ = train(config, whole, steps, *options, bar, "fit all data")
-        self.steps_, self.seconds_ = steps, time.monotonic() - began
+        self.steps_: int = steps
+        self.seconds_: float = time.monotonic() - began
         return self
 
     def predict(

@@ -216,7 +216,10 @@ class Windows:
         ahead: Sequence[np.ndarray] | None = None,
         seen: Sequence[int] | None = None,
     ) -> None:
-        self.panel, self.layout, self.scale, self.linear = panel, layout, scale, linear
+        self.panel: Panel = panel
+        self.layout: Layout = layout
+        self.scale: GivenScale = scale
+        self.linear: Linear | None = linear
         room = layout.length  # before and after each series, so that every window fits
         self.lengths: Tensor = torch.tensor([len(one.y) for one in panel.series])
         ends = (self.lengths + 2 * room).cumsum(0)

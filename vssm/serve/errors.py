@@ -20,7 +20,8 @@ class Refused(HTTPException):
 
     def __init__(self, status: int, type: str, message: str, param: str | None = None) -> None:
         super().__init__(status, message, {"retry-after": "1"} if status in _TRY_AGAIN else {})
-        self.type, self.param = type, param
+        self.type: str = type
+        self.param: str | None = param
 
     def body(self) -> dict[str, Any]:
         """Returns the body of the answer."""

@@ -27,8 +27,18 @@ _NOSNIFF = (b"x-content-type-options", b"nosniff")  # browsers must not guess an
 class Metrics:
     """The metrics at /metrics, in a registry of their own."""
 
+    requests: Counter
+    latency: Histogram
+    batch: Histogram
+    rows: Counter
+    cancelled: Counter
+    in_progress: Gauge
+    waiting: Gauge
+    states: Gauge
+
     def __init__(self) -> None:
-        registry = self.registry = CollectorRegistry()
+        registry = CollectorRegistry()
+        self.registry: CollectorRegistry = registry
         sizes, names = (1, 2, 4, 8, 16, 32, 64, 128, 256), ["route", "status"]
         self.requests = Counter("vssm_requests", "Requests answered.", names, registry=registry)
         self.latency = Histogram(

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from vssm import noise
@@ -29,8 +30,11 @@ class Served:
     """A model under the name that requests use; `meta` describes its data, if known."""
 
     def __init__(self, name: str, model: Model, meta: Meta | None = None) -> None:
-        self.name, self.meta, self.engine = name, meta, Engine(model)
-        self.model, self.device = self.engine.model, self.engine.device
+        self.name: str = name
+        self.meta: Meta | None = meta
+        self.engine: Engine = Engine(model)
+        self.model: Model = self.engine.model
+        self.device: torch.device = self.engine.device
         self.parallel: bool = isinstance(model, Variational | Ladder | AnyPart)
         """Whether the model generates many steps in one pass."""
         self.remembers_steps: bool = model.config.kind in ("transformer", "tvae")

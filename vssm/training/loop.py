@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from vssm.checks import check_flag, check_path, check_type
-from vssm.config import RunConfig
+from vssm.config import RunConfig, TrainConfig
 from vssm.data import Meta, Split, open_data
 from vssm.data.dataset import digest, on_device
 from vssm.likelihoods import estimates
@@ -92,7 +92,10 @@ class Trainer:
         self, config: RunConfig, folder: RunFolder, world: World, progress: Progress, resume: bool
     ) -> None:
         options = config.train
-        self.options, self.folder, self.world, self.progress = options, folder, world, progress
+        self.options: TrainConfig = options
+        self.folder: RunFolder = folder
+        self.world: World = world
+        self.progress: Progress = progress
         world.check(options.batch, options.fsdp)
         with warnings.catch_warnings():
             if world.rank > 0:  # the first process alone warns of odd data
@@ -120,7 +123,9 @@ class Trainer:
         self.best: float | None = None  # the best validation, whose weights are in the folder
         self.lost: bool = False  # whether a resumed run has lost these weights
         self.seconds: float = 0.0  # of the training before it was resumed
-        self.began = self.logged = self.checkpointed = time.monotonic()
+        self.began: float = time.monotonic()
+        self.logged: float = self.began
+        self.checkpointed: float = self.began
         self.started: str = _now()
         self.saved: Path | None = None
         if world.rank == 0:

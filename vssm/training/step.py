@@ -52,14 +52,17 @@ class Step:
     def __init__(
         self, model: nn.Module, split: Split, meta: Meta, options: TrainConfig, world: World
     ) -> None:
-        self.meta, self.options, self.world = meta, options, world
+        self.meta: Meta = meta
+        self.options: TrainConfig = options
+        self.world: World = world
         device = world.device
         automatic = "bfloat16" if device.type == "cuda" else "float32"
         precision = automatic if options.precision == "auto" else options.precision
         self.dtype: torch.dtype = getattr(torch, precision)
         self.alone: _Call = _Call(model)
         self.parallel: nn.Module = world.wrap(self.alone, options.fsdp)
-        self.learner, self.tally = Learner(model, options, world), Tally(device)
+        self.learner: Learner = Learner(model, options, world)
+        self.tally: Tally = Tally(device)
         self.split: Split = on_device(split, device)
         # Gradients are clipped and logged per value of x; per sequence they would be thousands.
         self.values: float = math.prod(split.shape) * split.filled
@@ -72,7 +75,8 @@ class Step:
         local = options.batch // world.size
         self.index: Tensor = torch.zeros(local, dtype=torch.long, device=device)
         self.update: Callable[[], Tensor] = self.compute
-        self.epoch, self.order = -1, torch.empty(0)
+        self.epoch: int = -1
+        self.order: Tensor = torch.empty(0)
 
     def take(self, step: int) -> None:
         """Takes step number 1 to S: sets all inputs, which the device reads, and computes."""
@@ -171,7 +175,8 @@ class Learner:
     """
 
     def __init__(self, model: nn.Module, options: TrainConfig, world: World) -> None:
-        self.options, self.world = options, world
+        self.options: TrainConfig = options
+        self.world: World = world
         cuda = world.device.type == "cuda"
         # On CUDA the rate is a tensor on the device, where recorded steps read it.
         self._rate = torch.zeros((), device=world.device) if cuda else None
@@ -249,6 +254,14 @@ class Tally:
     """Sums the terms of good steps on the device, and counts the steps that were skipped."""
 
     names: tuple[str, ...] = (*Terms._fields, "gradient_norm")
+    sums: Tensor
+    culprit: Tensor
+    counts: Tensor
+    step: Tensor
+    taken: Tensor
+    skipped: Tensor
+    streak: Tensor
+    stopped: Tensor
 
     def __init__(self, device: torch.device) -> None:
         num = len(self.names)
