@@ -1,6 +1,7 @@
 # Every target makes its own environment first: `make demo` and `make test` are all a fresh machine needs.
 PYTHON ?= python3
 BIN := .venv/bin
+PAGE := docs/browser/built/browser
 
 .PHONY: demo test lint lowest docs site release bench clean
 
@@ -34,8 +35,15 @@ docs: .venv/ready-dev
 
 # The site, from the pages, notebooks and docstrings, in site/index.html. Warnings are errors.
 site: .venv/ready-dev
+	@if command -v npm >/dev/null; then $(MAKE) --no-print-directory $(PAGE)/index.html; \
+		else echo "npm is missing: the site comes without the page that runs in the browser"; fi
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs site
 	@echo site/index.html
+
+# The page that fills digits in the browser; a minute.
+$(PAGE)/index.html: docs/browser/export.py docs/browser/local.js vssm/serve/page.html \
+		vssm/runs/pretrained/mnist-any-small/weights.safetensors
+	$(BIN)/python docs/browser/export.py $(PAGE)
 
 # All of a release but the upload: a wheel and a source archive in dist/, each installed into an empty environment and tried.
 release: .venv/ready-dev
@@ -54,7 +62,7 @@ bench: .venv/ready-dev
 	$(BIN)/vssm bench generate
 
 clean:
-	rm -rf .venv .venv-lowest .venv-release demo dist site .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-lowest .venv-release demo dist site docs/browser/built .pytest_cache .ruff_cache .hypothesis
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -22,7 +22,7 @@ extensions = [
     "myst_nb",
     "sphinx_copybutton",
 ]
-exclude_patterns = ["results_page"]
+exclude_patterns = ["results_page", "browser"]
 myst_enable_extensions = ["dollarmath", "amsmath", "html_image"]
 myst_heading_anchors = 4
 nb_execution_mode = "off"  # the outputs are committed; a test runs the notebooks
@@ -42,6 +42,8 @@ napoleon_google_docstring, napoleon_numpy_docstring = True, False
 mathjax = find_spec("sphinx-mathjax-offline")
 assert mathjax and mathjax.origin, "a package of the docs extra"
 tex = Path(mathjax.origin).parent / "static" / "mathjax" / "tex-svg.js"
+built = FOLDER / "browser" / "built"  # the page that runs in the browser, if npm was there
+html_extra_path = [str(built)] if built.is_dir() else []
 html_static_path = [str(tex), "site.css"]
 mathjax_path = "tex-svg.js"
 
@@ -70,6 +72,8 @@ def keep_inside(_: object, page: str, source: list[str]) -> None:
     """Turns links to pages outside of docs/ into downloads, to the README into the first page."""
     if page.startswith("notebooks/"):
         return
+    if not html_extra_path:
+        source[0] = re.sub(r".*browser/index\.html.*\n", "", source[0])
     text = re.sub(r"\]\(\.\./README\.md[^)]*\)", "](index.md)", source[0])
     source[0] = re.sub(r"\[([^]]+)\]\((\.\./[\w/]+\.md)[^)]*\)", r"{download}`\1 <\2>`", text)
 
