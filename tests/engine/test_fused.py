@@ -9,7 +9,8 @@ import vssm
 from tests.conftest import KINDS, relative_error, same_results, same_states, sequences, small_model
 from tests.interpreter import DEVICE, INTERPRETED, kernels, needs_interpreter, run_interpreted
 from vssm import Engine, generate
-from vssm.engine.fused import FusedMamba, PackedLinear, fuse
+from vssm.engine.fused import FusedAttention, FusedGRU, FusedMamba, PackedLinear, fuse
+from vssm.nn import Linear, Stack
 from vssm.ops import linear
 
 
@@ -74,6 +75,15 @@ def test_a_fused_gru_block_equals_the_plain_one():
         y, state = block(part, state)
         wanted, wanted_state = plain(part, wanted_state)
         assert relative_error(y, wanted) < (1e-5 if DEVICE == "cpu" else 1e-3)  # cuDNN uses TF32
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_blocks_and_layers_of_a_model_are_fused(kind):
+    own = {"gru": FusedGRU, "mamba": FusedMamba, "attention": FusedAttention}
+    model = fused(small_model(kind))
+    blocks = [block for part in model.modules() if isinstance(part, Stack) for block in part.blocks]
+    assert blocks and all(type(block) is own[model.config.block] for block in blocks)
+    assert not any(type(part) is Linear for part in model.modules())
 
 
 MODELS = [*({"kind": kind} for kind in KINDS), {"kind": "vssm", "levels": 3, "latents": 6}]

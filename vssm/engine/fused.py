@@ -52,7 +52,8 @@ def _replace(parent: nn.Module) -> None:
 def _has_own_parts(block: nn.Module) -> bool:
     """Says whether nobody has replaced a part of a block; its linear layers are packed already."""
     _, *parts = block.modules()
-    own = PackedLinear, StepSizes, RMSNorm, MambaMixer, nn.Conv1d, nn.LayerNorm, nn.GRU
+    norms = RMSNorm, nn.RMSNorm, nn.LayerNorm
+    own = PackedLinear, StepSizes, MambaMixer, nn.Conv1d, nn.GRU, *norms
     return all(type(part) in own for part in parts)
 
 
