@@ -202,7 +202,7 @@ def test_windows_are_those_of_training_and_come_back(tmp_path, options):
     expected = data.train.batch(torch.tensor([0]))
     torch.testing.assert_close(whole.x[:1], expected, rtol=1e-4, atol=1e-5)
     assert whole.known.all()
-    values = table[["a", "b"]].to_numpy()
+    values = table[["a", "b"]].to_numpy(copy=True)
     table.loc[[5, 20, 39], "a"] = np.nan
     table.to_csv(holed, index=False)
     gaps = TableWindows(read_table(holed), meta)

@@ -118,7 +118,7 @@ def changed(**cells):
         ({"history": changed(y=[1])}, 422, "row 28: y should be a number, a text or null"),
         ({"history": changed(y="many")}, 422, "y"),
         ({"history": changed(ds="soon")}, 422, "soon"),
-        ({"history": changed(ds=None)}, 422, "row 28: the date is None"),
+        ({"history": changed(ds=None)}, 422, "row 28: the date is missing"),
         ({"history": changed(ds="2026-01-01")}, 422, "twice"),
         ({"history": changed(ds="9999-01-01")}, 422, ""),
         ({"history": changed(ds="2199-01-01")}, 422, "spans more than 500 steps"),

@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ import numpy as np
 from vssm.checks import name_allowed
 from vssm.data.files import read_bytes, read_numpy
 
-__all__ = ["Table", "filled", "find_columns", "read_table", "uneven_dates", "usual_columns"]
-__all__ += ["usual_step"]
+__all__ = ["Table", "exact_numbers", "filled", "find_columns", "read_table", "uneven_dates"]
+__all__ += ["usual_columns", "usual_step"]
 
 Frame = Any  # a pandas.DataFrame
 Column = Any  # a pandas.Series
@@ -119,9 +120,17 @@ def _read_csv(content: bytes) -> Frame:
     value = number.notna()[0] or names[0].lower() in ("true", "false")
     header = not value and np.isnat(_dates(names[:1])[0])
     style |= {"header": 0 if header else None, "index_col": False, "low_memory": False}
-    style |= {"na_values": ["?", "na", "none"], "float_precision": "round_trip"}
+    style |= {"na_values": ["?", "na", "none"], **exact_numbers()}
     frame: Frame = pandas.read_csv(io.StringIO(text), **style)
     return frame.set_axis(names, axis=1) if header else frame.rename(columns=str)
+
+
+def exact_numbers() -> dict[str, Any]:
+    """Returns the options with which pandas reads every digit of a number: none since 3.1."""
+    import pandas
+
+    version = tuple(map(int, pandas.__version__.split(".")[:2]))
+    return {"float_precision": "round_trip"} if version < (3, 1) else {}
 
 
 def _numbers(cells: Column, path: Path) -> np.ndarray | None:
@@ -277,12 +286,16 @@ def usual_step(times: np.ndarray) -> Any:  # noqa: ANN401
     steps = np.diff(times)
     ends = np.flatnonzero(steps > _GAP * np.median(steps)) + 1
     run: Any = pandas.DatetimeIndex(max(np.split(times, ends), key=len))
-    step: Any = to_offset(pandas.infer_freq(run)) if len(run) > 2 else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of text, which pandas 4 gives up
+        step: Any = to_offset(pandas.infer_freq(run)) if len(run) > 2 else None
     months = np.diff(run.year * 12 + run.month)
     if step is None and len(set(run.day)) == 1 and len(set(months)) == 1 and months[0]:
         step = pandas.DateOffset(months=int(months[0]))  # the 15th of each month, say
     if step is None:
         values, counts = np.unique(steps, return_counts=True)
-        step = to_offset(values[counts.argmax()].item())
+        most = values[counts.argmax()].item()
+        # Since pandas 3, a day is not 24 hours.
+        step = to_offset(f"{most.days}D" if most == timedelta(most.days) else most)
     weekdays = np.is_busday(times.astype("datetime64[D]")).all()
     return BusinessDay() if step == to_offset("D") and weekdays and len(times) > 5 else step

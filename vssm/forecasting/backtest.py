@@ -75,7 +75,7 @@ def score(windows: Windows, cuts: Tensor, paths: Tensor, name: str) -> Backtest:
     spread, naive = torch.empty(2, len(cuts), dtype=torch.float64)
     for w, (k, cut) in enumerate(cuts.tolist()):
         values = windows.panel.series[k].y
-        y[w] = torch.from_numpy(values[cut : cut + horizon])
+        y[w] = torch.tensor(values[cut : cut + horizon])
         past = values[: int(cuts[cuts[:, 0] == k, 1].min())]  # the same for all windows of a series
         spread[w] = float(np.nanstd(past)) or 1.0
         error = float(np.nanmean(np.abs(past[season:] - past[:-season])))

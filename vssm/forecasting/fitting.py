@@ -48,7 +48,7 @@ def season_of(step: Any, lengths: list[int]) -> int:  # noqa: ANN401
     if type(step) is pandas.DateOffset:  # it has no letters: the 15th of each month, say
         season, num = 12, step.kwds.get("months", 12)
     else:
-        name = step.name.split("-")[0].removesuffix("E").removesuffix("S")
+        name = step.rule_code.split("-")[0].removesuffix("E").removesuffix("S")
         season, num = _SEASONS.get(name, 1), step.n
         if name == "min" and 60 % num == 0 and num > 1:
             season = 24 * 60  # the day, for a step of some minutes

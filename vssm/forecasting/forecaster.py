@@ -30,6 +30,7 @@ from vssm.checks import (
 )
 from vssm.config import KINDS
 from vssm.data.storage import read_object, read_tensors, write_atomically, write_tensors
+from vssm.data.table import exact_numbers
 from vssm.forecasting.backtest import Backtest, rolling_cuts, score
 from vssm.forecasting.calibration import Calibration
 from vssm.forecasting.fitting import choose_layout, hold_out, progress_bar, train, validation
@@ -485,8 +486,7 @@ class Forecaster:
         if held["calibration"] is not None:
             past: Any = {name: tensors[name] for name in ("scores", "dates")}
             own.calibration_ = Calibration(**held["calibration"], **past)
-        exact: Any = {"float_precision": "round_trip"}
-        table = pandas.read_csv(folder / "history.csv", **exact)
+        table: Any = pandas.read_csv(folder / "history.csv", **exact_numbers())
         table["unique_id"] = table["unique_id"].map(dict(enumerate(held["ids"])))
         months = isinstance(held["freq"], int)  # the 15th of each month, say, has no letters
         step = pandas.DateOffset(months=held["freq"]) if months else held["freq"]

@@ -208,9 +208,10 @@ def _dates(table: "pandas.DataFrame") -> Any:  # noqa: ANN401
     dates = pandas.to_datetime(cells, errors="coerce", format="ISO8601")
     if dates.isna().any():
         k = int(dates.isna().to_numpy().argmax())
+        given = "missing" if cells.isna().iloc[k] else shown(cells.iloc[k])
         raise ValueError(
             f"series {table['unique_id'].iloc[k]!r}, row {table['row'].iloc[k]}: the date is"
-            f" {shown(cells.iloc[k])}; give dates such as 2024-05-01 13:00"
+            f" {given}; give dates such as 2024-05-01 13:00"
         )
     return dates
 
