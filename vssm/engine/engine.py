@@ -25,9 +25,9 @@ from torch import Tensor
 from vssm.config import ModelConfig
 from vssm.distributions import Latents
 from vssm.engine.fused import fuse
-from vssm.engine.programs import Programs
+from vssm.engine.programs import OneShot, Programs, Recorder
 from vssm.engine.stepwise import sample_stepwise
-from vssm.engine.trees import as_input, is_relative
+from vssm.engine.trees import as_input, describe, is_relative
 from vssm.models import AnyPart, Ladder, Model, Variational, first_weight, inner_model
 from vssm.models.anypart import Part
 from vssm.models.base import owner_of
@@ -48,7 +48,7 @@ from vssm.sampling.slabs import divide
 
 __all__ = ["Engine"]
 
-_EMPTY_BYTES = 2**28  # of all passes over empty tokens together
+_EMPTY_BYTES = 2**28  # of the passes over empty tokens that are kept together
 
 
 class Engine:
@@ -121,7 +121,7 @@ class Engine:
         dials = chunk, recondition, passes, temperature, observe, cache
         request = check_request(self._model, num, length, prompt, state, seed, rows, *dials)
         x, z, after = self._sample(request)
-        return Generation(x, z, own_state(self._model, after, request.source))
+        return Generation(x, z, own_state(after, request.source, self._owner))
 
     @torch.no_grad()
     def observe(
@@ -134,7 +134,7 @@ class Engine:
     ) -> State:
         """Reads real data, as `vssm.observe` does."""
         x, before, source = check_reading(self._model, x, state, seed, rows, num)
-        return own_state(self._model, read(self._model, x, before, source), source)
+        return own_state(read(self._model, x, before, source), source, self._owner)
 
     @torch.no_grad()
     def fill(
@@ -175,9 +175,6 @@ class Engine:
         """Replays a whole call of a vssm or tvae; returns None if the plain path should run."""
         prompt, state, source, options = request
         model, position = self._model, None
-        options, rows = divide(model, prompt, state, source.num, options)
-        if rows < source.num:  # slabs keep the device busy anyway, and a recording holds memory
-            return None
         given: dict[str, Tensor | State] = {"seed": source.seed, "row": source.row}
         if prompt is not None:
             given["prompt"] = prompt
@@ -187,16 +184,23 @@ class Engine:
                 given["start"] = torch.full((1,), state.position, device=self.device)
                 position = state.position + options.length
                 position += 0 if prompt is None else prompt.shape[1]
-        empty = self._empty_pass(request._replace(options=options))
+        inputs = State(given)
 
-        def function(given: State) -> State:
-            prompt, state, source = _unpack(given)
-            x, z, after = sample(model, prompt, state, source, options, empty)
-            assert z is not None and after is not None
-            return State({"x": x, "z": z, "state": after})
+        def record(recorder: Recorder) -> OneShot | None:
+            divided, rows = divide(model, prompt, state, source.num, options)
+            if rows < source.num:  # slabs keep the device busy anyway, and it would hold memory
+                return None
+            empty = self._empty_pass(request._replace(options=divided))
 
-        key = "one shot", options
-        made = self._programs.run_function(key, function, State(given), position)
+            def function(given: State) -> State:
+                x, z, after = sample(model, *_unpack(given), divided, empty)
+                assert z is not None and after is not None
+                return State({"x": x, "z": z, "state": after})
+
+            return OneShot(recorder, function, inputs)
+
+        key = "one shot", options, describe(inputs)
+        made = self._programs.run(key, record, inputs, position)
         return None if made is None else (made["x"], made["z"], made.child("state"))
 
     def _empty_pass(self, request: Request) -> tuple[Latents, State] | None:
@@ -215,8 +219,7 @@ class Engine:
         made = self._empty.get(steps)
         if made is None:
             if (sum(self._empty) + steps) * size > _EMPTY_BYTES:
-                self._programs.clear()  # they read the passes
-                self._empty.clear()
+                self._empty.clear()  # programs keep those that they read
             with torch.inference_mode(False), torch.no_grad():  # serves calls in every mode
                 made = model.partial_posterior(empty=steps)
             if self.device.type == "cuda":

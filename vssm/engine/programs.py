@@ -71,7 +71,7 @@ class Recorder:
 
 
 Program: TypeAlias = Callable[..., Any]
-Make: TypeAlias = Callable[[Recorder], Program]
+Make: TypeAlias = Callable[[Recorder], Program | None]
 
 
 class Programs:
@@ -100,7 +100,7 @@ class Programs:
 
         Arguments:
             key: Everything that is fixed in the program.
-            make: Records the program, when the key is asked for a second time.
+            make: Records the program, when the key is asked for a second time; it may return None.
             inputs: The arguments of the program.
             at_once: Whether to record at the first time already.
         """
@@ -138,12 +138,6 @@ class Programs:
         make = partial(OneShot, function=function, inputs=given)
         return self.run((*key, describe(given)), make, given, position)
 
-    def clear(self) -> None:
-        """Forgets all programs."""
-        with self._lock:
-            self._wait_for_device()
-            self._programs.clear()
-
     def _find(self, key: Hashable, make: Make, at_once: bool) -> Program | None:
         if key in self._programs:
             self._programs.move_to_end(key)
@@ -156,7 +150,11 @@ class Programs:
             return None
         if not self._programs:  # the pool of programs that are gone can not be used again
             self._recorder = Recorder(self._device)
-        self._programs[key] = make(self._recorder)
+        program = make(self._recorder)
+        if program is None:
+            self._asked[key] = False
+            return None
+        self._programs[key] = program
         if len(self._programs) > _PROGRAMS:
             self._wait_for_device()
             self._programs.popitem(last=False)

@@ -39,9 +39,16 @@ def duplicate(tree: State, position: int | None = None) -> State:
         >>> copied["x"], copied.child("state").position
         (tensor([1., 1.]), 5)
     """
-    made = tree.map(lambda tensor: torch.empty_like(one_row(tensor)).expand(tensor.shape))
-    copy(map(one_row, made.leaves()), map(one_row, tree.leaves()))
+    rows = list(map(one_row, tree.leaves()))
+    copies = list(map(torch.empty_like, rows))
+    copy(copies, rows)
+    left = iter(copies)
+    made = tree.map(lambda tensor: _expand(next(left), tensor.shape))
     return made if position is None else place(made, position)
+
+
+def _expand(row: Tensor, shape: torch.Size) -> Tensor:
+    return row if row.shape == shape else row.expand(shape)
 
 
 def describe(state: State) -> Hashable:

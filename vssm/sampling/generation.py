@@ -133,7 +133,7 @@ def generate(
         dials = chunk, recondition, passes, temperature, observe, cache
         request = check_request(model, num, length, prompt, state, seed, rows, *dials)
         x, z, after = sample(model, *request)
-        return Generation(x, z, own_state(model, after, request.source))
+        return Generation(x, z, own_state(after, request.source, owner_of(model.config)))
 
 
 @torch.no_grad()
@@ -174,7 +174,7 @@ def observe(
     """
     model = inner_model(model)
     x, before, source = check_reading(model, x, state, seed, rows, num)
-    return own_state(model, read(model, x, before, source), source)
+    return own_state(read(model, x, before, source), source, owner_of(model.config))
 
 
 def sample(
@@ -245,9 +245,9 @@ def read(model: Model, x: Tensor, state: State | None, source: Noise) -> State:
     return in_slabs(partial(read_variational, model), rows, num, x, state, source)
 
 
-def own_state(model: Model, state: State | None, source: Noise) -> State:
-    """Adds to a state what resuming needs: the noise, and the model that it belongs to."""
+def own_state(state: State | None, source: Noise, owner: str) -> State:
+    """Adds to a state what resuming needs: the noise, and the name of its model."""
     children = {} if state is None else state.children
     position = 0 if state is None else state.position
     children = {**children, "seed": source.seed, "row": source.row}
-    return State(children, position, owner_of(model.config))
+    return State(children, position, owner)
