@@ -5,7 +5,7 @@
 | files                            | what they become                                    |
 | -------------------------------- | --------------------------------------------------- |
 | RESULTS/paper/, RESULTS/small/   | tables and figures of `vssm reproduce`              |
-| RESULTS/quality/                 | tables and curves of `vssm evaluate --result`       |
+| RESULTS/quality/                 | tables and curves of `vssm evaluate --dials`        |
 | RESULTS/*.json, RESULTS/*/*.json | comparisons and benchmarks; raw tables of any other |
 | RESULTS/X_before_Y.json          | an older measurement of RESULTS/X_Y.json            |
 

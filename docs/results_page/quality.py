@@ -14,8 +14,8 @@ from vssm.runs.hub import train_command
 from vssm.runs.labels import dial_curves, dial_ways, label
 
 _ABOUT = (
-    "Each row is a run that `vssm evaluate RUN --dials --result results/quality/DATA_NAME.json` "
-    "recorded. Likelihoods are in nats, estimated with K draws of the latents on so many test "
+    "Each row is a run that `vssm evaluate RUN --dials` measured and `experiments/keep_result.py` "
+    "kept. Likelihoods are in nats, estimated with K draws of the latents on so many test "
     "sequences; higher is better. FD is the Fréchet distance of samples to the test set; lower is "
     "better, and the floor is the distance of as many training images. W: in chunks of W steps, "
     "each re-conditioned on those before. S: in S passes over all steps. Passes and ms are for one "
@@ -24,7 +24,7 @@ _ABOUT = (
 
 
 def quality(folder: Path) -> list[str]:
-    """Returns the parts of the page about the results that `vssm evaluate --result` recorded."""
+    """Returns the parts of the page about the results that experiments/keep_result.py kept."""
     tasks: dict[str, list[dict[str, Any]]] = {}
     for result in read_results(folder.glob("*.json")):
         data = result["config"]["data"]

@@ -340,8 +340,8 @@ def test_the_command_line_trains_evaluates_and_generates(tmp_path, monkeypatch, 
     with pytest.raises(SystemExit):
         main(["evaluate", "run", "--quick"])
     assert "found no mine.npz in the place given" in capsys.readouterr().err
-    main(["evaluate", "run", "--quick", "--data-dir", "my data", "--result", "mine_base.json"])
-    made = json.loads((tmp_path / "mine_base.json").read_text())
+    main(["evaluate", "run", "--quick", "--data-dir", "my data"])
+    made = json.loads((tmp_path / "run" / "eval.json").read_text())
     assert made["metrics"]["sequences"] == 9
     assert made["command"] == "vssm evaluate run --data-dir 'my data' --quick"
     np.savez("short.npz", x=np.zeros((20, 4, 1)), lengths=np.full(20, 5))
@@ -410,14 +410,12 @@ def test_the_command_line_keeps_images_as_images(tmp_path, monkeypatch, capsys):
         )
         assert read_meta(name).image_shape == (6, 5, 3)
         losses.append(log(tmp_path / name, "valid")[-1]["loss"])
-        main(["evaluate", name, "--quick", "--result", f"{name}_base.json"])
+        main(["evaluate", name, "--quick"])
         main(["generate", name, "--num", "8", "--out", f"{name}_made.png"])
         # eight images beside each other with a frame, each pixel drawn 600 // 56 = 10 times
         for picture in (f"{name}_made.png", f"{name}/samples.png"):
             with Image.open(picture) as drawn:
                 assert drawn.size[0] == 8 * 7 * 10 and drawn.size[1] % (8 * 10) == 0
-        with Image.open(f"{name}_base.png") as drawn:
-            assert drawn.size[0] == 16 * 7 and drawn.size[1] % 8 == 0
     assert losses[0] == losses[1] < 1e5
     np.save("upper.npy", pixels[:2, :2])
     np.save("rows.npy", pixels[:2, :2].reshape(2, 2, 15) / np.float32(255))

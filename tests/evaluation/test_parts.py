@@ -11,8 +11,9 @@ import vssm
 from tests.tiny_runs import any_part, gaps, run, tiny
 from vssm.cli import main
 from vssm.data import DataConfig, Meta, open_data
-from vssm.evaluation.parts import fill_by_name, fill_scores, known_entries
-from vssm.evaluation.quality import Work
+from vssm.evaluation.parts import known_entries
+from vssm.evaluation.quality import Work, make_sequences
+from vssm.evaluation.scores import fill_scores
 from vssm.models import build
 from vssm.training.setup import resolve
 
@@ -89,7 +90,7 @@ def test_windows_are_scaled_by_known_values_alone(tmp_path):
 def test_known_entries_come_back(tmp_path):
     work = work_on(any_part(DataConfig(labels=True)))
     x, numbers = work.split.batch(slice(0, 4)), torch.arange(4)
-    made = fill_by_name(work.model, work.data.meta, x, ("block:3", 2), numbers, "mean")
+    made = make_sequences(work, x, range(4), "block:3", passes=2)
     known = known_entries(work.data.meta, "block:3", numbers)
     assert torch.equal(made[known], x[known]) and not torch.equal(made, x)
 

@@ -1,6 +1,8 @@
 """A run is kept whole: what it scored, how its training went, what its samples look like."""
 
 import json
+import runpy
+from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
@@ -8,9 +10,11 @@ from matplotlib.image import imread
 from tests.evaluation.test_evaluate import DIGITS, WAVES, make_run
 from tests.lab.results_page import write_page
 from vssm.cli import main
-from vssm.evaluation.result import keep_result
 from vssm.runs.results import write_result
 
+keep_result = runpy.run_path(str(Path(__file__).parents[2] / "experiments" / "keep_result.py"))[
+    "keep_result"
+]
 LOG = [
     {
         "step": 10,
@@ -97,57 +101,19 @@ def test_model_without_a_log_is_kept(evaluated, tmp_path):
     assert made["metrics"] == {"elbo": 3.0, "learning_rate": 0.002}
 
 
-def test_command_keeps_what_the_results_page_shows(tmp_path, monkeypatch, capsys):
+def test_the_results_page_shows_what_is_kept(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "my waves", "tvae", WAVES)
-    main(
-        [
-            "evaluate",
-            "my waves",
-            "--quick",
-            "--dials",
-            "--result",
-            "results/quality/waves_tvae.json",
-        ]
-    )
+    main(["evaluate", "my waves", "--quick", "--dials"])
+    keep_result("my waves", "results/quality/waves_tvae.json")
     made = json.loads((tmp_path / "results/quality/waves_tvae.json").read_text())
     assert made["command"] == "vssm evaluate 'my waves' --quick --dials"
     assert made["metrics"]["passes"] == 1
     assert not (tmp_path / "results/quality/waves_tvae.png").exists()  # no images
-    assert "kept: results/quality/waves_tvae.json" in capsys.readouterr().out
     text = write_page("results", "results.md").read_text()
     assert "--out 'my waves'" in text
     assert "| in 7 passes |" in text
     assert "dials_waves_tvae.png" not in text  # no distances, no curves
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ["--result", "kept.txt"],
-            "result='kept.txt' is no result; use a file that ends in .json",
-        ),
-        (
-            ["--result", "waves/config.json/a.json"],
-            "a.json' cannot be written ([Errno 17] File exists: 'waves/config.json'); use a file",
-        ),
-        (
-            ["--result", "a.json", "--splits", "valid"],
-            "splits='valid' can not be kept with result; use 'test'",
-        ),
-    ],
-)
-def test_mistakes_are_named_before_anything_is_measured(
-    options, message, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    make_run(tmp_path / "waves", "tvae", WAVES)
-    with pytest.raises(SystemExit) as caught:
-        main(["evaluate", "waves", *options])
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "waves" / "eval.json").exists()
 
 
 def test_run_without_evaluation_is_not_kept(tmp_path):

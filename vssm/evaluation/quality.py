@@ -6,7 +6,8 @@ A way to sample has a short name; its metrics are `fd_NAME`, and `ms_NAME` (one 
     one_shot      all steps at once
     wW            in chunks of W steps, each re-conditioned on those before: W = 1 is step by step
     sS            in S passes over all steps; S = T gives the sample that is made step by step
-    wW_sS         in chunks of W steps, each in S passes
+    prompted      in one shot, after the first half of test sequences
+    others        with known="any": what `known_entries` of `vssm.evaluation.parts` leaves unknown
 
 `fd_NAME` is the Fréchet distance of generated images to the test set (see
 `vssm.evaluation.frechet`). Read it beside `fd_floor`, the distance of real training images.
@@ -22,8 +23,9 @@ Legend: T length; W `chunk`; S `passes`; C prompt, `cut`.
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,22 +33,26 @@ import torch
 from torch import Tensor
 
 from vssm.data import Data, Split
+from vssm.data.show import tiled
+from vssm.data.storage import write_atomically
 from vssm.engine import Engine
 from vssm.evaluation.frechet import cached_classifier, features, frechet_distance
+from vssm.evaluation.parts import known_entries, suffix
 from vssm.models import AnyPart, Ladder, Model, Variational
+from vssm.sampling.filling import fill
 
-__all__ = ["LARGE_BATCH", "Progress", "Work", "dials", "generation_calls", "image_makers"]
-__all__ += ["image_quality", "measure_times", "observed", "passes_shown", "spread"]
+__all__ = ["Progress", "Way", "Work", "dials", "draw_grid", "generation_calls", "image_quality"]
+__all__ += ["image_ways", "make_sequences", "measure_times", "observed", "spread"]
 __all__ += ["ways_to_sample"]
 
-LARGE_BATCH = 256
-"""Sequences of the times of the dials."""
+_LARGE_BATCH = 256  # sequences of the times of the dials
+_COLUMNS, _ROWS = 16, 3  # of a picture of samples, for every way to sample
 
 Progress = Callable[[str, int, int], None]
 """Called with the stage, how much of it is done, and the total."""
 
-Options = dict[str, Any]
-"""Options of `generate`."""
+Way = dict[str, Any]
+"""How to make sequences: the options of `make_sequences`."""
 
 
 def dials(model: Model) -> tuple[str, ...]:
@@ -63,37 +69,23 @@ def observed(model: Model, levels: int | None) -> str:
     return "sample" if model.config.head == "bernoulli" and levels == 2 else "mean"
 
 
-def passes_shown(length: int) -> list[int]:
-    """Returns the numbers of passes S of a curve, without one pass."""
-    return [s for s in sorted({2, 4, 8, 16, length}) if 1 < s <= length]
-
-
-def ways_to_sample(model: Model, length: int, curves: bool = False) -> dict[str, Options]:
-    """Returns the options of `generate` for every way to sample.
-
-    Arguments:
-        model: Any of the six models; without dials there is only one shot.
-        length: T.
-        curves: Whether to add passes, with and without chunks.
+def ways_to_sample(model: Model, length: int, curves: bool = False) -> dict[str, Way]:
+    """Returns the ways to sample from nothing; `curves` adds passes. Models without dials have one.
 
     Example:
         >>> from vssm import ModelConfig, build
         >>> model = build(ModelConfig(kind="vssm", features=3, width=8, layers=1))
-        >>> list(ways_to_sample(model, 28))
-        ['one_shot', 'w14', 'w7', 'w4', 'w2', 'w1']
-        >>> list(ways_to_sample(model, 28, curves=True))[6:]
-        ['s2', 's4', 's8', 's16', 's28', 'w7_s2', 'w7_s4']
+        >>> list(ways_to_sample(model, 28, curves=True))
+        ['one_shot', 'w14', 'w7', 'w4', 'w2', 'w1', 's2', 's4', 's8', 's16', 's28']
     """
-    quarter = length // 4
-    ways: dict[str, Options] = {"one_shot": {}}
+    ways: dict[str, Way] = {"one_shot": {}}
     if "chunk" in dials(model):
-        sizes = sorted({length // 2, quarter, 4, 2, 1}, reverse=True)
+        sizes = sorted({length // 2, length // 4, 4, 2, 1}, reverse=True)
         ways |= {f"w{w}": {"chunk": w, "recondition": True} for w in sizes if 0 < w < length}
     if "passes" in dials(model) and curves:
-        ways |= {f"s{s}": {"passes": s} for s in passes_shown(length)}
-        few = [s for s in (2, 4) if s < quarter]
-        ways |= {f"w{quarter}_s{s}": {"chunk": quarter, "passes": s} for s in few}
-    return {name: {"length": length, **options} for name, options in ways.items()}
+        passes = sorted({2, 4, 8, 16, length})
+        ways |= {f"s{s}": {"passes": s} for s in passes if 1 < s <= length}
+    return ways
 
 
 class Work:
@@ -119,6 +111,11 @@ class Work:
         self.observed: str = observed(model, data.meta.levels)
         self.progress: Progress = progress or (lambda stage, done, total: None)
 
+    @cached_property
+    def engine(self) -> Engine:
+        """Generates with a copy of the model."""
+        return Engine(self.model)
+
     def ranges(self, stage: str, num: int) -> Iterator[range]:
         """Yields the ranges of the batches of `num` sequences, and reports the progress."""
         for first in range(0, num, self.batch):
@@ -133,29 +130,59 @@ class Work:
             yield rows.start, self.split.batch(own, self.device), self.split.real(own, self.device)
 
 
+def make_sequences(
+    work: Work,
+    x: Tensor,
+    rows: range,
+    known: str | None = None,
+    **options: Any,  # noqa: ANN401
+) -> Tensor:
+    """Makes whole sequences with the noise of some rows, from what is known of the sequences x.
+
+    `known` is the name of that part, "prefix" for models that continue; None for nothing but given
+    features. The options are those of `generate` and `fill`.
+    """
+    if isinstance(work.model, AnyPart):
+        numbers = torch.arange(rows.start, rows.stop, device=x.device)
+        there = known_entries(work.data.meta, known, numbers)
+        if work.model.head.tokens:
+            return fill(work.model, x, there, rows=numbers, **options)
+        gaps = torch.where(there, x, torch.nan)  # beside those that the data have
+        return fill(work.model, gaps, rows=numbers, **options)
+    if known is None:
+        return work.engine.generate(len(rows), work.length, rows=rows, **options).x
+    prompt = x[:, : work.cut]
+    made = work.engine.generate(len(rows), work.length - work.cut, prompt, rows=rows, **options)
+    return torch.cat([prompt, made.x], 1)
+
+
 def generation_calls(work: Work, curves: bool = False) -> dict[str, Callable[[], object]]:
     """Returns what to time: 1 and 16 sequences in one go, in chunks, resumed, prompted.
 
-    Resumed and prompted make only the second half. With `curves` the ways to sample are timed as
-    well, for 1 and 256 sequences.
+    Resumed makes only the second half. With `curves` the ways to sample are timed as well, for 1
+    and 256 sequences.
     """
-    model, length, cut = work.model, work.length, work.cut
-    engine = Engine(model)
-    prompts = work.split.batch(np.arange(16) % len(work.split), work.device)[:, :cut]
-    ways: dict[str, Options] = {}
+    model, length, cut, calls = work.model, work.length, work.cut, {}
+
+    def call(num: int, **way: Any) -> Callable[[], object]:  # noqa: ANN401
+        x = work.split.batch(np.arange(num) % len(work.split), work.device)
+        return partial(make_sequences, work, x, range(num), **way)
+
     for num in (1, 16):
-        ways[f"generate_ms_b{num}"] = {"num": num, "length": length}
-        if dials(model):
-            ways[f"chunks_ms_b{num}"] = {"num": num, "length": length, "chunk": max(1, length // 4)}
+        calls[f"generate_ms_b{num}"] = call(num)
+        if "chunk" in dials(model):
+            calls[f"chunks_ms_b{num}"] = call(num, chunk=max(1, length // 4))
+        if cut and not isinstance(model, AnyPart):
+            state = work.engine.generate(num=num, length=cut).state
+            resume = partial(work.engine.generate, length=length - cut, state=state)
+            calls[f"resumed_ms_b{num}"] = resume
         if cut:
-            state = engine.generate(num=num, length=cut).state
-            ways[f"resumed_ms_b{num}"] = {"length": length - cut, "state": state}
-            ways[f"prompted_ms_b{num}"] = {"length": length - cut, "prompt": prompts[:num]}
-    if curves:
-        for name, options in ways_to_sample(model, length, curves).items():
-            ways[f"ms_{name}"] = {**options, "num": 1, "observe": work.observed}
-            ways[f"ms_{name}_b{LARGE_BATCH}"] = {**ways[f"ms_{name}"], "num": LARGE_BATCH}
-    return {name: partial(engine.generate, **options) for name, options in ways.items()}
+            calls[f"prompted_ms_b{num}"] = call(num, known="prefix")
+    for name, way in ways_to_sample(model, length, curves).items() if curves else ():
+        way = {**way, "observe": work.observed}
+        calls[f"ms_{name}"] = call(1, **way)
+        calls[f"ms_{name}_b{_LARGE_BATCH}"] = call(_LARGE_BATCH, **way)
+    return calls
 
 
 def measure_times(
@@ -196,13 +223,37 @@ def _milliseconds(
     return median, high / low
 
 
-def image_quality(
-    work: Work, num_images: int, ways: dict[str, Callable[[range], Tensor]]
-) -> dict[str, float]:
+def image_ways(
+    work: Work, curves: bool = False, names: Sequence[str] = (), passes: int = 1
+) -> dict[str, Way]:
+    """Returns how to make the images of every Fréchet distance.
+
+    Arguments:
+        work: The model and its data.
+        curves: As in `ways_to_sample`.
+        names: With known="any": further parts that are known.
+        passes: In how many passes the others are made.
+    """
+    if dials(work.model):
+        ways = ways_to_sample(work.model, work.length, curves)
+        ways = {name: {**way, "observe": work.observed} for name, way in ways.items()}
+        prompted = {"prompted": work.observed}
+    else:
+        ways: dict[str, Way] = {"sample": {"observe": "sample"}}
+        prompted = {"prompted": "sample"}
+        if work.observed == "mean":
+            ways["mean"] = {"observe": "mean"}
+            prompted["prompted_mean"] = "mean"
+    if work.cut:
+        ways |= {name: {"known": "prefix", "observe": o} for name, o in prompted.items()}
+    parts = {"passes": passes, "observe": work.observed}
+    return ways | {suffix(name, passes): {"known": name, **parts} for name in names}
+
+
+def image_quality(work: Work, num_images: int, ways: Mapping[str, Way]) -> dict[str, float]:
     """Measures Fréchet distances between the split and samples, completions and training images.
 
-    The data are images with labels. `ways` make the sequences with some numbers, by the name of
-    their metric; each makes `num_images`, or as many as the split has.
+    The data are images with labels. Each way makes `num_images`, or as many as the split has.
     """
     split, train, to_image = work.split, work.data.train, work.data.meta.to_image
     assert train.labels is not None and split.labels is not None
@@ -219,6 +270,7 @@ def image_quality(
         return float((guesses == labels.cpu()).double().mean())
 
     num = min(num_images, len(split))
+    places = spread(len(split), num)
     reference = features(classifier, to_image(split.batch(slice(None))))
     floor = features(classifier, to_image(train.batch(spread(len(train), num))))
     metrics = {
@@ -226,43 +278,31 @@ def image_quality(
         "classifier_accuracy": accuracy(reference, split.labels),
         "fd_floor": frechet_distance(floor, reference),
     }
-    for name, make in ways.items():
-        parts = [features(classifier, to_image(make(rows))) for rows in work.ranges(name, num)]
+    for name, way in ways.items():
+        parts = []
+        for rows in work.ranges(f"fd_{name}", num):
+            x = split.batch(places[rows.start : rows.stop], work.device)
+            parts.append(features(classifier, to_image(make_sequences(work, x, rows, **way))))
         made = torch.cat(parts)
         finite = bool(torch.isfinite(made).all())
-        metrics[name] = frechet_distance(made, reference) if finite else math.nan
-        if name == "fd_one_shot" and work.data.meta.classes:  # whether samples have their label
-            asked = split.labels[torch.from_numpy(spread(len(split), num))]
-            metrics["label_accuracy"] = accuracy(made, asked)
+        metrics[f"fd_{name}"] = frechet_distance(made, reference) if finite else math.nan
+        if name == "one_shot" and work.data.meta.classes:  # whether samples have their label
+            metrics["label_accuracy"] = accuracy(made, split.labels[torch.from_numpy(places)])
     return metrics
 
 
-def image_makers(work: Work, num: int, curves: bool) -> dict[str, Callable[[range], Tensor]]:
-    """Returns what makes the images of every Fréchet distance, from the rows of the noise."""
-    engine, split = Engine(work.model), work.split
-    prompts = split.batch(spread(len(split), min(num, len(split))))[:, : work.cut]
+@torch.no_grad()
+def draw_grid(work: Work, path: Path, ways: Sequence[Way], seed: int = 0) -> None:
+    """Draws samples pixel by pixel: three rows of images for each way, and of completed ones."""
+    from matplotlib.image import imsave
 
-    def make(options: Options, prompted: bool, rows: range) -> Tensor:
-        given = {}
-        if prompted:
-            given["prompt"] = prompts[rows.start : rows.stop].to(work.device)
-        x = engine.generate(num=len(rows), rows=rows, **options, **given).x
-        return torch.cat([*given.values(), x], 1)
-
-    ways: dict[str, Options]
-    if dials(work.model):
-        observes = {"": work.observed}
-        ways = ways_to_sample(work.model, work.length, curves)
-        ways = {f"fd_{name}": {**way, "observe": work.observed} for name, way in ways.items()}
-    else:
-        observes = {"": "sample"} | ({"_mean": "mean"} if work.observed == "mean" else {})
-        ways = {f"fd_{o}": {"length": work.length, "observe": o} for o in observes.values()}
-    calls = {name: partial(make, options, False) for name, options in ways.items()}
-    if work.cut:
-        for end, observe in observes.items():
-            rest = {"length": work.length - work.cut, "observe": observe}
-            calls[f"fd_prompted{end}"] = partial(make, rest, True)
-    return calls
+    num = _ROWS * _COLUMNS
+    x = work.split.batch(np.arange(num) * len(work.split) // num, work.device)
+    options = {"seed": seed, "observe": work.observed}
+    ways = [*ways, {"known": "prefix"}]
+    made = [make_sequences(work, x, range(num), **options, **way) for way in ways]
+    images = work.data.meta.to_image(torch.cat(made)).cpu().numpy()
+    write_atomically(path, lambda file: imsave(file, tiled(images, _COLUMNS), format="png"))
 
 
 def spread(num: int, limit: int | None) -> np.ndarray:

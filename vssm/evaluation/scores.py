@@ -10,10 +10,11 @@ the latent components (t, i) are used:
 Legend: x (B, T, D) or tokens (B, T); K `num_samples`; C `prompt_length`, `cut`.
 """
 
-import inspect
+import dataclasses
 import math
 import shlex
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,11 @@ from vssm.checks import (
 from vssm.data import Data, Meta, open_data
 from vssm.data.dataset import is_grey
 from vssm.data.storage import why_read_only
-from vssm.evaluation import parts, quality
+from vssm.evaluation import quality
+from vssm.evaluation.parts import known_entries, suffix
 from vssm.evaluation.quality import Progress, Work
-from vssm.likelihoods import estimates, reconstruct
+from vssm.forecasting.metrics import crps
+from vssm.likelihoods import estimates, log_likelihood, reconstruct
 from vssm.models import AnyPart, Autoregressive, Ladder, Model, Variational
 from vssm.objectives import real_steps
 from vssm.objectives.masks import parse_mask
@@ -43,143 +46,147 @@ from vssm.ops import choose_backend
 from vssm.runs.checkpoint import load
 from vssm.runs.config import SavedConfig
 from vssm.runs.results import result, write_result
+from vssm.sampling.filling import fill
 
-__all__ = ["ACTIVE", "UnwrittenResult", "evaluate_run", "likelihoods", "reconstruction"]
+__all__ = ["ACTIVE", "EvaluateOptions", "evaluate_run", "fill_scores", "likelihoods"]
+__all__ += ["reconstruction"]
 
 _SEED = 0  # of all draws; the number of a sequence, not its batch, decides which draws it gets
 ACTIVE = 0.01
 """Nats of KL above which a latent component counts as active."""
 
 
-class UnwrittenResult(OSError):
-    """Raised when a result could not be written; it took long to measure, so `result` has it."""
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions:
+    """What is measured of a run, and how thoroughly."""
 
-    def __init__(self, error: OSError, result: dict[str, Any]) -> None:
-        super().__init__(error.errno, error.strerror or str(error), error.filename)
-        self.result = result
+    num_samples: int = 100
+    """K, the latent draws of each likelihood estimate."""
+    max_sequences: int | None = None
+    """Use only so many sequences, spread evenly over the set."""
+    num_images: int = 10_000
+    """Generated images for each Fréchet distance, at most as many as the set has; 0 for no
+    distances."""
+    batch: int | None = None
+    """Sequences of a pass; by default a number that suits the device and the length."""
+    data_dir: str | None = None
+    """Folder with the data files, if they are not where they were in training."""
+    device: str = "auto"
+    """Where to run: auto, cpu or cuda."""
+    splits: str = "test"
+    """What to measure on: test, or valid while the test set stays closed."""
+    quick: bool = False
+    """Take at most 64 sequences, 10 draws and 256 images; their classifier is trained the first
+    time."""
+    dials: bool = False
+    """Measure quality against time as well, over chunk sizes and passes (vssm, tvae); only times if
+    the data are not images."""
+    particles: bool = False
+    """Estimate likelihoods by a particle filter as well: closer, and slower (vssm and tvae without
+    levels, vrnn)."""
+    known: tuple[str, ...] = ()
+    """For models with --model.known any: also measure how well unknown entries are made, if these
+    are known: prefix, random:P (each unknown with probability P), block:N, hole:N."""
+    passes: int = 1
+    """Passes in which these entries are made."""
+
+    def __post_init__(self) -> None:
+        check_choice("splits", self.splits, ("test", "valid"))
+        for name in ("dials", "particles", "quick"):
+            check_flag(name, getattr(self, name))
+        known = (self.known,) if isinstance(self.known, str) else self.known
+        check_type("known", known, (tuple, list), "names such as random:0.5")
+        for name in known:
+            parse_mask(name)
+        if self.data_dir is not None:
+            check_path("data_dir", self.data_dir)
+        plain: dict[str, Any] = {"known": tuple(known), "device": str(self.device)}
+        plain["data_dir"] = None if self.data_dir is None else str(self.data_dir)
+        least = {"num_samples": 1, "max_sequences": 1, "num_images": 0, "passes": 1, "batch": 1}
+        for name, number in least.items():
+            if (value := getattr(self, name)) is not None:
+                plain[name] = whole_number(name, value, number)
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
+        if self.num_images == 1:
+            raise ValueError("num_images=1 gives no distance; use 0 for none, or 2 and more")
+
+    def limited(self) -> "EvaluateOptions":
+        """Returns the options with the limits of `quick`, if that is set."""
+        if not self.quick:
+            return self
+        return replace(
+            self,
+            num_samples=min(self.num_samples, 10),
+            num_images=min(self.num_images, 256),
+            max_sequences=min(self.max_sequences or 64, 64),
+        )
+
+    def command(self, folder: Path) -> str:
+        """Returns the command line of this evaluation, options at their defaults left out."""
+        words = ["vssm", "evaluate", folder.resolve().name]
+        for field in dataclasses.fields(self):
+            if (value := getattr(self, field.name)) != field.default:
+                words.append(f"--{field.name.replace('_', '-')}")
+                if value is not True:
+                    words += map(str, value if isinstance(value, tuple) else [value])
+        return shlex.join(words)
 
 
 @torch.no_grad()
 def evaluate_run(
     folder: str | Path,
-    *,
-    num_samples: int = 100,
-    max_sequences: int | None = None,
-    num_images: int = 10_000,
-    batch: int | None = None,
-    data_dir: str | Path | None = None,
-    device: torch.device | str = "auto",
-    splits: str = "test",
-    quick: bool = False,
-    dials: bool = False,
-    particles: bool = False,
-    known: str | tuple[str, ...] = (),
-    passes: int = 1,
     progress: Progress | None = None,
+    **options: Any,  # noqa: ANN401
 ) -> dict[str, Any]:
     """Measures the best weights of a run and writes `eval.json` (`eval_valid.json`) to its folder.
 
     Arguments:
         folder: The run folder, with `config.json` and `weights.safetensors`.
-        num_samples: K, the latent draws of every likelihood estimate.
-        max_sequences: Score only so many sequences, spread evenly over the split.
-        num_images: Samples for every Fréchet distance, at most as many as the split has; 0 for no
-            distances.
-        batch: Sequences of a pass; by default what suits the device and the length.
-        data_dir: Where the data files are, if not where they were in training.
-        device: "auto" takes a GPU when there is one.
-        splits: "test", or "valid" to look while the test set stays closed.
-        quick: At most 64 sequences, 10 draws and 256 images.
-        dials: Whether to measure quality against time for vssm and tvae: Fréchet distances and
-            times over chunk sizes W and passes S (see `vssm.evaluation.quality`); only times if the
-            data are not images.
-        particles: Whether to estimate likelihoods by a particle filter as well (`..._particles`),
-            for vssm and tvae without levels and vrnn: closer to log p(x) with as many draws, and
-            slower.
-        known: For models with known="any": what is known of the sequences, "prefix", "random:P",
-            "block:N" or "hole:N". Each adds the nats of the unknown entries, and how good samples
-            of them are (see `vssm.evaluation.parts`).
-        passes: The passes in which these entries are made.
         progress: Called with (stage, done, total).
+        options: As `EvaluateOptions` lists them.
 
     Returns:
         The result as written: `name`, `date`, `commit`, `machine`, `command`, `config`, `metrics`.
     """
     check_path("folder", folder)
-    if data_dir is not None:
-        check_path("data_dir", data_dir)
-        data_dir = str(data_dir)
-    known = (known,) if isinstance(known, str) else known
-    check_type("known", known, (tuple, list), "names such as random:0.5")
-    for name in known:
-        parse_mask(name)
     if progress is not None and not callable(progress):
         raise ValueError(f"progress is {shown(progress)}; it must be a function")
-    check_choice("splits", splits, ("test", "valid"))
-    for name, flag in (("quick", quick), ("dials", dials), ("particles", particles)):
-        check_flag(name, flag)
-    num_samples = whole_number("num_samples", num_samples, 1)
-    num_images = whole_number("num_images", num_images, 0)
-    passes = whole_number("passes", passes, 1)
-    if num_images == 1:
-        raise ValueError("num_images=1 gives no distance; use 0 for none, or 2 and more")
-    if max_sequences is not None:
-        max_sequences = whole_number("max_sequences", max_sequences, 1)
-    if batch is not None:
-        batch = whole_number("batch", batch, 1)
-    given: dict[str, Any] = {name: value for name, value in locals().items() if name in _DEFAULTS}
-    given |= {"device": str(device), "known": list(known)}
-    if quick:
-        num_samples, num_images = min(num_samples, 10), min(num_images, 256)
-        max_sequences = min(max_sequences or 64, 64)
-
-    folder, device = Path(folder), choose_device(str(device))
+    asked = EvaluateOptions(**options)
+    limits, folder, device = asked.limited(), Path(folder), choose_device(asked.device)
     model = load(folder, device).eval().requires_grad_(False)
-    _check_asked(model, dials, particles, known)
+    _check_asked(model, asked.dials, asked.particles, asked.known)
     if why := why_read_only(folder):
         raise ValueError(
             f"folder={str(folder)!r} cannot be written to ({why}); use a run folder of yours, or a "
             "copy"
         )
-    config, data = _open_run(folder, model, data_dir)
-    for name in known:
-        parts.known_entries(data.meta, name, torch.zeros(1, dtype=torch.int64))  # raises if unknown
-    split = data.test() if splits == "test" else data.valid
-    path = folder / ("eval.json" if splits == "test" else "eval_valid.json")
-    work = Work(model, data, split, batch, device, progress)
-    metrics = _scores(work, num_samples, max_sequences, particles)
-    index = quality.spread(len(split), max_sequences)
-    for name in known:
-        metrics |= parts.fill_scores(work, index, name, passes, num_samples)
-    any_part = isinstance(model, AnyPart)
-    calls = parts.fill_calls if any_part else quality.generation_calls
-    metrics |= quality.measure_times(work, calls(work, dials), repeats=5 if quick else 21)
+    config, data = _open_run(folder, model, asked.data_dir)
+    for name in asked.known:
+        known_entries(data.meta, name, torch.zeros(1, dtype=torch.int64))  # raises if unknown
+    split = data.test() if asked.splits == "test" else data.valid
+    path = folder / ("eval.json" if asked.splits == "test" else "eval_valid.json")
+    work = Work(model, data, split, asked.batch, device, progress)
+    metrics = _scores(work, limits.num_samples, limits.max_sequences, asked.particles)
+    index = quality.spread(len(split), limits.max_sequences)
+    for name in asked.known:
+        metrics |= fill_scores(work, index, name, asked.passes, limits.num_samples)
+    calls = quality.generation_calls(work, asked.dials)
+    metrics |= quality.measure_times(work, calls, repeats=5 if asked.quick else 21)
     labelled = data.meta.image_shape is not None and data.train.labels is not None
-    if num_images and labelled and not model.head.tokens:
-        if any_part:
-            ways = parts.fill_makers(work, num_images, dials, known, passes)
-        else:
-            ways = quality.image_makers(work, num_images, dials)
-        metrics |= quality.image_quality(work, num_images, ways)
+    if limits.num_images and labelled and not model.head.tokens:
+        ways = quality.image_ways(work, asked.dials, asked.known, asked.passes)
+        metrics |= quality.image_quality(work, limits.num_images, ways)
     mamba = model.config.block == "mamba"
     backend = choose_backend("auto", device, torch.float32) if mamba else None
-    settings = {**config, "evaluate": {**given, "device": device.type, "backend": backend}}
-    made = result(folder.resolve().name, _command(folder, given), settings, metrics)
-    try:
-        write_result(path, made)
-    except OSError as error:
-        raise UnwrittenResult(error, made) from None
+    given = {**dataclasses.asdict(asked), "device": device.type, "backend": backend}
+    settings = {**config, "evaluate": given}
+    made = result(folder.resolve().name, asked.command(folder), settings, metrics)
+    write_result(path, made)
     return made
 
 
-_DEFAULTS = {
-    name: option.default
-    for name, option in inspect.signature(evaluate_run).parameters.items()
-    if name not in ("folder", "progress")
-}
-
-
-def _check_asked(model: Model, dials: bool, particles: bool, known: tuple[str, ...]) -> None:
+def _check_asked(model: Model, dials: bool, particles: bool, known: Sequence[str]) -> None:
     """Raises if something is to be measured that the model does not have."""
     if dials and not quality.dials(model):
         raise ValueError(
@@ -305,6 +312,53 @@ def likelihoods(
     return metrics
 
 
+def fill_scores(
+    work: Work, index: np.ndarray, known: str, passes: int, num_samples: int
+) -> dict[str, float]:
+    """Measures how well a model with known="any" fills what is unknown; see `known_entries`.
+
+    The metrics of "random:0.5" end in `random50`, and in `random50_s4` if made in S = 4 passes:
+
+        nats_random50     - log p(x_U | x_K) / |U|         U the unknown entries, K the known ones
+        crps_random50     E|X - y| - E|X - X'| / 2, averaged over U     for numbers, not pixels
+        rmse_random50     root of the mean of (E X - y)^2 over U        likewise
+
+    Errors of a series are in deviations of its columns; its windows are scaled by known values.
+    """
+    meta, end = work.data.meta, suffix(known, passes)
+    real_valued = meta.image_shape is None and not work.model.head.tokens
+    totals = dict.fromkeys(["nats", *(("crps", "rmse") if real_valued else ())], 0.0)
+    count = 0
+    for rows in work.ranges(end, len(index)):
+        own = index[rows.start : rows.stop]
+        numbers = torch.arange(rows.start, rows.stop, device=work.device)
+        mask = known_entries(meta, known, numbers)
+        x, lengths = work.split.batch(own, work.device, mask), work.split.real(own, work.device)
+        options = {"rows": rows.start, "lengths": lengths, "known": mask, "passes": passes}
+        nats = log_likelihood(work.model, x, num_samples, **options)
+        unknown = ~mask if meta.suggested_head == "categorical" else ~mask & ~x.isnan()
+        if lengths is not None:
+            there = real_steps(x, lengths)
+            unknown = unknown & there.view(*there.shape, *[1] * (x.ndim - 2))
+        totals["nats"] -= float(nats.double().sum())
+        count += int(unknown.sum())
+        if real_valued and bool(unknown.any()):
+            _, unit = work.split.scale(own, work.device, mask)
+            gaps, y = torch.where(mask, x, torch.nan), torch.where(unknown, x, 0) * unit
+            options = {"num": num_samples, "passes": passes, "observe": "sample"}
+            some = max(1, work.batch // num_samples)  # sequences whose samples are made at once
+            for part in torch.arange(len(x), device=work.device).split(some):
+                made = fill(work.model, gaps[part], **options, rows=numbers[part])
+                made, truth = (made * unit[part, None]).cpu(), y[part].cpu()
+                errors = {"crps": crps(made, truth), "rmse": (made.mean(1) - truth).square()}
+                for name, error in errors.items():
+                    totals[name] += float(error[unknown[part].cpu()].double().sum())
+    metrics = {f"{name}_{end}": total / max(1, count) for name, total in totals.items()}
+    if real_valued:
+        metrics[f"rmse_{end}"] **= 0.5
+    return metrics
+
+
 def _open_run(
     folder: Path, model: Model, data_dir: str | Path | None
 ) -> tuple[dict[str, Any], Data]:
@@ -328,13 +382,3 @@ def _open_run(
             "trained with; use the data that it was trained on, without rows that came later"
         )
     return {name: saved.values[name] for name in ("model", "data", "train")}, data
-
-
-def _command(folder: Path, given: dict[str, Any]) -> str:
-    """Returns the command line that repeats an evaluation, options at their defaults left out."""
-    words = ["vssm", "evaluate", folder.resolve().name]
-    for name, value in given.items():
-        if value != _DEFAULTS[name] and value != []:
-            words.append(f"--{name.replace('_', '-')}")
-            words += [] if value is True else map(str, value if name == "known" else [value])
-    return shlex.join(words)

@@ -31,7 +31,8 @@ from vssm.checks import check_choice, check_number, choose_device
 from vssm.config import PRESETS, ModelConfig, RunConfig, TrainConfig
 from vssm.data import DataConfig, open_data
 from vssm.data.storage import read_object
-from vssm.evaluation.result import draw_grid, validations
+from vssm.evaluation.quality import Work, draw_grid
+from vssm.evaluation.result import validations
 from vssm.evaluation.scores import evaluate_run
 from vssm.lab.bench.measure import command_line
 from vssm.lab.experiments import draw_figure, draw_samples, scored_runs
@@ -247,10 +248,11 @@ class _Plan:
             particles=config.model.kind in ("tvae", "vrnn", "vssm"),
             device=config.train.device,
         )
-        model = load(folder, choose_device(config.train.device)).eval()
+        device, data = choose_device(config.train.device), open_data(config.data)
+        work = Work(load(folder, device).eval(), data, data.test(), None, device, None)
         picture = self.piece("seeds", config).with_suffix(".png")
         picture.parent.mkdir(parents=True, exist_ok=True)
-        draw_grid(open_data(config.data), model, picture, [{}], config.train.seed)
+        draw_grid(work, picture, [{}], config.train.seed)
         return scored
 
     def write(

@@ -47,7 +47,6 @@ _RULES = (  # the names of other metrics are made of these
     (r"crps_(\w+)", "CRPS of {}"),
     (r"rmse_(\w+)", "RMSE of {}"),
     (r"w(\d+)", "in chunks of {}, re-conditioned"),
-    (r"w(\d+)_s(\d+)", "in chunks of {}, {} passes each"),
     (r"s(\d+)", "in {} passes"),
     (r"((?:prefix|random|block|hole)\d*)_s(\d+)", "{}, {} passes"),
     (r"random(\d+)", "{} % of entries"),
@@ -67,7 +66,7 @@ GROUPS = (  # title, pattern of names, whether more (+1) or less (-1) is better
     ("Reconstruction and latents", _LATENTS, 0),
     ("Counts", r"\w+", 0),
 )
-_WAY = re.compile(r"one_shot|w(\d{1,9})(?:_s(\d{1,9}))?|s(\d{1,9})")
+_WAY = re.compile(r"one_shot|[ws]\d{1,9}")
 
 
 def grouped(
@@ -95,10 +94,10 @@ def grouped(
 def label(name: str) -> str:
     """Returns the name of a metric in words.
 
-    >>> names = ("fd_w4", "fd_w7_s2", "ms_s8_b256", "chunks_ms_b16", "crps_random50", "max_steps")
+    >>> names = ("fd_w4", "ms_s8_b256", "chunks_ms_b16", "crps_random50", "max_steps")
     >>> [label(name) for name in names]  # doctest: +NORMALIZE_WHITESPACE
-    ['in chunks of 4, re-conditioned', 'in chunks of 7, 2 passes each', 'in 8 passes, batch 256',
-     'in four chunks, batch 16', 'CRPS of 50 % of entries', 'max steps']
+    ['in chunks of 4, re-conditioned', 'in 8 passes, batch 256', 'in four chunks, batch 16',
+     'CRPS of 50 % of entries', 'max steps']
     """
     if name in _LABELS:
         return _LABELS[name]
@@ -109,19 +108,17 @@ def label(name: str) -> str:
 
 
 def dial_ways(metrics: Iterable[str], measure: str = "ms") -> list[str]:
-    """Returns the ways to sample that were measured: one shot, chunks, passes, then both.
+    """Returns the ways to sample that were measured: one shot, chunks, passes.
 
-    >>> dial_ways(["ms_s4", "ms_w2", "ms_s16", "fd_s16", "ms_one_shot", "ms_w2_b256"])
-    ['one_shot', 'w2', 's4', 's16']
+    >>> dial_ways(["ms_s4", "ms_w2", "ms_w14", "ms_s16", "fd_s8", "ms_one_shot", "ms_w2_b256"])
+    ['one_shot', 'w14', 'w2', 's4', 's16']
     """
-
-    def order(way: str) -> tuple[bool, bool, int, int]:
-        chunk, passes = _dials(way)
-        return chunk > 0 and passes > 0, passes > 0, -(chunk or 10**9), passes
-
     start = f"{measure}_"
-    ways = {name.removeprefix(start) for name in metrics if name.startswith(start)}
-    return sorted(filter(_WAY.fullmatch, ways), key=order)
+    ways = (name.removeprefix(start) for name in metrics if name.startswith(start))
+    sizes = {way: int(way[1:]) for way in filter(_WAY.fullmatch, ways) if way != "one_shot"}
+    chunks = sorted((way for way in sizes if way[0] == "w"), key=sizes.__getitem__, reverse=True)
+    passes = sorted((way for way in sizes if way[0] == "s"), key=sizes.__getitem__)
+    return [*(["one_shot"] if f"{start}one_shot" in metrics else []), *chunks, *passes]
 
 
 def dial_curves(metrics: Mapping[str, Any], batch: int = 1) -> dict[str, list[tuple[float, float]]]:
@@ -143,24 +140,13 @@ def dial_curves(metrics: Mapping[str, Any], batch: int = 1) -> dict[str, list[tu
         if is_number(ms) and is_number(distance) and min(ms, distance) > 0:
             points[way] = ms, distance
     lines: dict[str, list[tuple[float, float]]] = {}
-    for way, point in points.items():
-        chunk, passes = _dials(way)
-        first, name = "one_shot", "chunks W" if chunk else "passes S"
-        if chunk and passes:
-            first, name = f"w{chunk}", f"chunks of {chunk}, passes S"
-        if chunk or passes:
-            lines.setdefault(name, [points[first]] if first in points else []).append(point)
+    for letter, name in (("w", "chunks W"), ("s", "passes S")):
+        if any(way[0] == letter for way in points):
+            lines[name] = [point for way, point in points.items() if way[0] in ("o", letter)]
     floor, times = metrics.get("fd_floor"), [ms for ms, _ in points.values()]
     if lines and is_number(floor) and floor > 0:
         lines["floor"] = [(min(times), floor), (max(times), floor)]
     return lines
-
-
-def _dials(way: str) -> tuple[int, int]:
-    """Returns the chunk size W and the passes S of a way to sample, 0 where it has none."""
-    found = _WAY.fullmatch(way)
-    assert found is not None
-    return int(found[1] or 0), int(found[2] or found[3] or 0)
 
 
 def is_number(value: object) -> TypeGuard[float]:
