@@ -1,16 +1,32 @@
 """The paper's experiments on the results page: likelihoods, times, comparisons, learning rates."""
 
+import io
 import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from writing import details, origins, table
 
 from vssm.config import KINDS
-from vssm.lab.experiments import DATA_SETS, experiment_table, read_results, scored_runs
+from vssm.lab.experiments import DATA_SETS, read_results, scored_runs, show_samples
 
 Runs = dict[str, list[dict[str, Any]]]
 
+_SETTINGS = {  # title: metric, unit, format
+    "size": ("parameters", 1e6, "{:.3g} M"),
+    "epochs": ("epochs", 1, "{:.4g}"),
+    "rate": ("learning_rate", 1, "{:g}"),
+}
+_COLUMNS = {  # title: metric, digits after the point
+    "log p(x)": ("log_likelihood", 1),
+    "by particles": ("log_likelihood_particles", 1),
+    "second half": ("partial_log_likelihood", 1),
+    "half, by particles": ("partial_log_likelihood_particles", 1),
+    "ms": ("generate_ms_b1", 2),
+    "ms, half": ("prompted_ms_b1", 2),
+    "training, s": ("train_seconds", 0),
+}
 SCALES = {
     "paper": (
         "The paper's experiments",
@@ -47,11 +63,41 @@ def experiments(folder: Path, scale: str) -> list[str]:
     parts.append(f"![Validation curves, test statistics and samples](pictures/{scale}.png)")
     for data in found:
         runs = scored_runs(folder, data)
-        parts += [f"### {data}", table(*experiment_table(runs)), *_comparisons(runs)]
+        parts += [f"### {data}", table(*_table(runs)), *_comparisons(runs)]
         parts += _learning_rates(folder, data)
         parts.append(f"![More samples of every model](pictures/{scale}_{data}.png)")
         parts.append(origins(result for results in runs.values() for result in results))
     return parts
+
+
+def _table(runs: Mapping[str, Sequence[dict[str, Any]]]) -> tuple[list[str], list[list[str]]]:
+    """Returns the headings and rows of the table of a data set; empty columns are left out."""
+    rows: list[dict[str, str]] = []
+    for kind, results in runs.items():
+        metrics = [result["metrics"] for result in results]
+        row = {"model": kind, "seeds": f"{len(results)}"}
+        for title, (name, unit, form) in _SETTINGS.items():
+            value = metrics[0].get(name)
+            row[title] = "" if value is None else form.format(value / unit)
+        rows.append(row | {title: _spread(metrics, *column) for title, column in _COLUMNS.items()})
+    titles = [title for title in rows[0] if any(row[title] for row in rows)]
+    return titles, [[row[title] or "–" for title in titles] for row in rows]
+
+
+def _spread(metrics: Sequence[Mapping[str, Any]], name: str, digits: int) -> str:
+    """Writes the mean and, of several values, their range; a dash where none is finite.
+
+    >>> _spread([{"a": 1.0}, {"a": 2.0}], "a", 1), _spread([{"a": 1.0}], "a", 1)
+    ('1.5 (1.0 to 2.0)', '1.0')
+    >>> _spread([{}], "a", 1), _spread([{"a": None}], "a", 1)
+    ('', '–')
+    """
+    values = [m[name] for m in metrics if m.get(name) is not None]
+    if not values:
+        return "–" if any(name in m for m in metrics) else ""
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    span = f" ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    return mean if len(values) == 1 else mean + span
 
 
 def _comparisons(runs: Runs) -> list[str]:
@@ -108,3 +154,18 @@ def _learning_rates(folder: Path, data: str) -> list[str]:
     )
     head = ["model", "epochs", *(f"{rate:g}" for rate in rates)]
     return details("How the learning rates were chosen", [about, table(head, rows)] if rows else [])
+
+
+def draw_samples(results: Path, data: str) -> bytes:
+    """Draws all stored samples of every model as a PNG, the paper's additional figure."""
+    from matplotlib.figure import Figure
+
+    runs = [run[0] for run in scored_runs(results, data).values()]
+    figure = Figure(figsize=(8, 3.4 * len(runs)), layout="constrained")
+    for axes, run in zip(figure.subplots(len(runs), 1, squeeze=False)[:, 0], runs, strict=True):
+        axes.axis("off")
+        kind, seed = run["config"]["model"]["kind"], run["config"]["train"]["seed"]
+        show_samples(axes, run, f"{kind}, seed {seed}", 1)
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=100)
+    return file.getvalue()

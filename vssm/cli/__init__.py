@@ -85,7 +85,7 @@ COMMANDS = {
     ),
     "report": Command(
         "vssm.cli.report:report_page",
-        "Makes one HTML page from runs or experiments.",
+        "Makes one HTML page from runs.",
         "runs/mnist runs/other --out report.html",
     ),
     "sweep": Command(

@@ -1,4 +1,4 @@
-"""The paper's experiments as tables and figures, from the files that `vssm reproduce` keeps."""
+"""The paper's experiments as a table and a figure, from the files that `vssm reproduce` keeps."""
 
 import io
 import json
@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from vssm.config import KINDS
-from vssm.evaluation.report.chart import Picture
-from vssm.evaluation.report.page import Row, Table, write_page
 
-__all__ = ["DATA_SETS", "draw_figure", "draw_samples", "experiment_table", "find_results"]
-__all__ += ["read_results", "scored_runs", "write_experiments"]
+__all__ = ["DATA_SETS", "draw_figure", "read_results", "scored_runs", "show_samples", "summary"]
 
 DATA_SETS = ("mnist", "cifar10", "digits")
 _COLOURS: dict[str, str] = dict(
@@ -20,37 +17,10 @@ _COLOURS: dict[str, str] = dict(
 )
 _CURVES = {"validation_elbo": "-", "validation_partial_elbo": "--"}  # and how they are drawn
 _NUMBERS = (int, float, type(None))
+_SUMMARY = ("log_likelihood", "partial_log_likelihood", "generate_ms_b1", "train_seconds")
 _SHOWN_SAMPLES = 0.25  # of the width of a stored picture, in the figure
 _ENVELOPE = ("name", "date", "command", "machine", "config", "metrics")
-_SETTINGS = {  # title: metric, unit, format
-    "size": ("parameters", 1e6, "{:.3g} M"),
-    "epochs": ("epochs", 1, "{:.4g}"),
-    "rate": ("learning_rate", 1, "{:g}"),
-}
-_COLUMNS = {  # title: metric, digits after the point
-    "log p(x)": ("log_likelihood", 1),
-    "by particles": ("log_likelihood_particles", 1),
-    "second half": ("partial_log_likelihood", 1),
-    "half, by particles": ("partial_log_likelihood_particles", 1),
-    "ms": ("generate_ms_b1", 2),
-    "ms, half": ("prompted_ms_b1", 2),
-    "training, s": ("train_seconds", 0),
-}
-_LEGEND = (
-    "Likelihoods in nats per sequence (higher is better; a bound for models with latents) and ms "
-    "for one sequence: the mean over seeds, with the range in brackets. The second half is "
-    "conditioned on the first."
-)
-
 Result = dict[str, Any]
-
-
-def find_results(folder: str | Path) -> Path | None:
-    """Returns the results in a folder that `vssm reproduce` wrote, or None if there are none."""
-    for place in (Path(folder), Path(folder) / "results"):
-        if any(scored_runs(place, data) for data in DATA_SETS):
-            return place
-    return None
 
 
 def read_results(paths: Iterable[Path]) -> list[Result]:
@@ -78,41 +48,14 @@ def scored_runs(folder: Path, data: str) -> dict[str, list[Result]]:
     return {kind: sorted(found[kind], key=seed) for kind in KINDS if kind in found}
 
 
-def experiment_table(runs: Mapping[str, Sequence[Result]]) -> tuple[list[str], list[list[str]]]:
-    """Returns the headings and rows of the table of a data set; empty columns are left out."""
-    rows: list[dict[str, str]] = []
-    for kind, results in runs.items():
-        metrics = [result["metrics"] for result in results]
-        row = {"model": kind, "seeds": f"{len(results)}"}
-        for title, (name, unit, form) in _SETTINGS.items():
-            value = metrics[0].get(name)
-            row[title] = "" if value is None else form.format(value / unit)
-        rows.append(row | {title: _spread(metrics, *column) for title, column in _COLUMNS.items()})
-    titles = [title for title in rows[0] if any(row[title] for row in rows)]
-    return titles, [[row[title] or "–" for title in titles] for row in rows]
+def summary(results: Path, data: str) -> str:
+    """Writes the main metrics of a data set as a table: the mean over seeds of each model."""
+    import pandas as pd
 
-
-def write_experiments(results: Path, page: str | Path) -> Path:
-    """Writes one self-contained HTML page with the figures and the table of every data set.
-
-    Arguments:
-        results: The folder that `vssm reproduce` keeps results in.
-        page: Where the page goes, a name in .html or .htm.
-
-    Returns:
-        `page`.
-    """
-    sections = {}
-    for data in DATA_SETS:
-        if runs := scored_runs(results, data):
-            figures = {"curves, test set and samples": draw_figure, "all samples": draw_samples}
-            pictures = [
-                Picture(name, name, draw(results, [data])) for name, draw in figures.items()
-            ]
-            headings, rows = experiment_table(runs)
-            table = Table(_LEGEND, headings[1:], [Row(name, cells) for name, *cells in rows])
-            sections[data] = [{"pictures": pictures, "wide": True}, {"table": table}]
-    return write_page(page, sections)
+    runs = [(kind, run) for kind, own in scored_runs(results, data).items() for run in own]
+    rows = [{"model": kind, **run["metrics"]} for kind, run in runs]
+    table = pd.DataFrame(rows, columns=["model", *_SUMMARY]).set_index("model").astype(float)
+    return table.groupby(level=0, sort=False).mean().round(2).to_string()
 
 
 def draw_figure(results: Path, data_sets: Sequence[str]) -> bytes:
@@ -134,24 +77,7 @@ def draw_figure(results: Path, data_sets: Sequence[str]) -> bytes:
         for axes in places:
             axes.axis("off")
         for axes, (kind, own) in zip(places, runs.items(), strict=False):
-            _show_samples(axes, own[0], kind, _SHOWN_SAMPLES)
-    return _png(figure)
-
-
-def draw_samples(results: Path, data_sets: Sequence[str]) -> bytes:
-    """Draws all stored samples of every model as a PNG, the paper's additional figure."""
-    from matplotlib.figure import Figure
-
-    runs = [run[0] for data in data_sets for run in scored_runs(results, data).values()]
-    figure = Figure(figsize=(8, 3.4 * len(runs)), layout="constrained")
-    for axes, run in zip(figure.subplots(len(runs), 1, squeeze=False)[:, 0], runs, strict=True):
-        axes.axis("off")
-        kind, seed = run["config"]["model"]["kind"], run["config"]["train"]["seed"]
-        _show_samples(axes, run, f"{kind}, seed {seed}", 1)
-    return _png(figure)
-
-
-def _png(figure: Any) -> bytes:  # noqa: ANN401
+            show_samples(axes, own[0], kind, _SHOWN_SAMPLES)
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=100)
     return file.getvalue()
@@ -217,7 +143,7 @@ def _draw_bars(axes: Any, runs: Mapping[str, Sequence[Result]]) -> None:  # noqa
         axes[0].legend(fontsize=7)
 
 
-def _show_samples(axes: Any, run: Result, title: str, share: float) -> None:  # noqa: ANN401
+def show_samples(axes: Any, run: Result, title: str, share: float) -> None:  # noqa: ANN401
     """Shows the left part of the picture that lies beside a result, if there is one."""
     from matplotlib.image import imread
 
@@ -229,19 +155,3 @@ def _show_samples(axes: Any, run: Result, title: str, share: float) -> None:  # 
         raise ValueError(f"{str(path)!r} is damaged: {error}; remove it") from None
     if picture is not None:
         axes.imshow(picture[:, : int(share * picture.shape[1])], interpolation="nearest")
-
-
-def _spread(metrics: Sequence[Mapping[str, Any]], name: str, digits: int) -> str:
-    """Writes the mean and, of several values, their range; a dash where none is finite.
-
-    >>> _spread([{"a": 1.0}, {"a": 2.0}], "a", 1), _spread([{"a": 1.0}], "a", 1)
-    ('1.5 (1.0 to 2.0)', '1.0')
-    >>> _spread([{}], "a", 1), _spread([{"a": None}], "a", 1)
-    ('', '–')
-    """
-    values = [m[name] for m in metrics if m.get(name) is not None]
-    if not values:
-        return "–" if any(name in m for m in metrics) else ""
-    mean = f"{statistics.fmean(values):.{digits}f}"
-    span = f" ({min(values):.{digits}f} to {max(values):.{digits}f})"
-    return mean if len(values) == 1 else mean + span

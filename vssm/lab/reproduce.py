@@ -7,7 +7,7 @@
 | `RESULTS/DATA_KIND_seedN.json` | a run with the chosen rate, scored on the test set; its `curve` |
 | `RESULTS/DATA_KIND_seedN.png` | its samples: three unconditional rows, three completions |
 | `OUT/grid/`, `OUT/runs/` | the run folders |
-| `OUT/figure.png`, `OUT/samples_DATA.png` | the paper's figures, drawn from RESULTS |
+| `OUT/figure.png` | the paper's figure, drawn from RESULTS |
 
 A piece whose JSON is in RESULTS is done, whatever OUT holds; its checkpoints are deleted, since at
 the paper's scale thirty runs would take 70 GB. Other runs continue, as those of a sweep do. So
@@ -17,7 +17,6 @@ OUT, for other kinds or seeds: a run that another process trains is refused.
 
 import json
 import math
-import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +34,7 @@ from vssm.evaluation.quality import Work, draw_grid
 from vssm.evaluation.result import validations
 from vssm.evaluation.scores import evaluate_run
 from vssm.lab.bench.measure import command_line
-from vssm.lab.experiments import draw_figure, draw_samples, scored_runs
+from vssm.lab.experiments import draw_figure, scored_runs, summary
 from vssm.lab.sweep import LEARNING_RATES, check_grid, grid_configs, run_grid
 from vssm.runs.checkpoint import load
 from vssm.runs.folder import differing, read_config
@@ -150,9 +149,8 @@ def reproduce(
     finally:
         if scored_runs(plan.results, data):
             (out / "figure.png").write_bytes(draw_figure(plan.results, [data]))
-            (out / f"samples_{data}.png").write_bytes(draw_samples(plan.results, [data]))
-    page = f"vssm report {shlex.quote(str(results))}"
-    plan.show.message(f"all done; for a page of the results: {page}")
+    figure = f"figure: {out / 'figure.png'}"
+    plan.show.message(f"{summary(plan.results, data)}\nresults: {results}\n{figure}")
 
 
 @dataclass(frozen=True)

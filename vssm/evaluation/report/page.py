@@ -5,7 +5,7 @@ they are there. A damaged file, or a folder without a run, is an error. All text
 escaped, and the page loads and runs nothing.
 
 The page opens with pictures and curves; tables follow. A section is a list of blocks, which
-page.html lays out: `pictures` side by side (`wide` ones below each other), or a `table`.
+page.html lays out: `pictures` side by side, or a `table`.
 """
 
 import re
