@@ -1,9 +1,7 @@
 """Small trainings for the tests of training, run folders and many processes."""
 
-import contextlib
 import json
 import signal
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -90,13 +88,12 @@ class SignalAt(Progress):
         self.messages.append(text)
 
 
-def run(config, folder, resume=False, progress=None, pictures=False):
-    """Trains on one thread, which is quickest here, and without the curves, which are slow."""
+def run(config, folder, resume=False, progress=None):
+    """Trains on one thread, which is quickest here."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with contextlib.nullcontext() if pictures else mock.patch("vssm.training.figures.curves"):
-            return train(config, folder, resume, progress or Progress())
+        return train(config, folder, resume, progress or Progress())
     finally:
         torch.set_num_threads(threads)
 

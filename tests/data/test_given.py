@@ -64,7 +64,7 @@ def test_labels_need_data_and_a_model_that_take_them(tmp_path):
 
 def test_a_run_with_labels_trains_resumes_and_draws_a_class(tmp_path, monkeypatch, capsys):
     config = any_part(DataConfig(labels=True), shift=0.5)
-    folder = run(config, tmp_path / "run", pictures=True)
+    folder = run(config, tmp_path / "run")
     model = json.loads((folder / "config.json").read_text())["model"]
     assert (model["features"], model["given"], model["window"]) == (18, 10, 8)
     assert (folder / "samples.png").is_file()
@@ -105,15 +105,15 @@ def test_missing_cells_stay_missing(tmp_path, scale):
 
 
 def test_given_columns_come_last_and_are_scaled(tmp_path):
-    config = gaps(tmp_path, given=("price,weekday",), time_features=True)
+    config = gaps(tmp_path, given=("price,weekday",))
     data = open_data(config, missing=True)
     meta = data.meta
     assert meta.columns == ("sold", "rain") and meta.given_columns == ("price", "weekday")
-    assert (meta.features, meta.given, meta.cycles) == (6, 4, ("week",))
+    assert (meta.features, meta.given) == (4, 2)
     assert Meta.from_json(json.loads(json.dumps(meta.to_json()))) == meta
     x = data.train.batch(slice(0, 3))
-    assert x.shape == (3, 12, 6) and not x[..., 2:].isnan().any()
-    rows = x[0, :, 2:]  # of price, weekday and two phases
+    assert x.shape == (3, 12, 4) and not x[..., 2:].isnan().any()
+    rows = x[0, :, 2:]  # of price and weekday
     days = torch.arange(12)
     mean, std = meta.given_mean, meta.given_std
     assert torch.allclose(rows[:, 0], (5 + days % 2 - mean[0]) / std[0], atol=1e-5)
@@ -133,13 +133,13 @@ def test_missing_values_of_arrays_are_kept_for_models_that_learn_from_them(tmp_p
         open_data(config)
     data = open_data(config, missing=True)
     assert data.train.batch(slice(None)).isnan().sum() == len(data.train.x[data.train.x.isnan()])
-    folder = run(any_part(data.config), tmp_path / "run", pictures=True)
+    folder = run(any_part(data.config), tmp_path / "run")
     assert all(np.isfinite(line["loss"]) for line in read_log(folder))
 
 
 def test_a_series_with_gaps_and_given_columns_trains(tmp_path):
     config = any_part(gaps(tmp_path, given=("price",)))
-    folder = run(config, tmp_path / "run", pictures=True)
+    folder = run(config, tmp_path / "run")
     assert (folder / "samples.png").is_file()
     assert all(np.isfinite(line["loss"]) for line in read_log(folder))
     plain = RunConfig(data=gaps(tmp_path, given=("price",), fill="zero"), train=config.train)

@@ -83,34 +83,6 @@ def test_windows_that_are_mostly_missing_are_left_out(tmp_path):
         _ = open_data(series(path, **options)).train
 
 
-def test_dates_give_the_phases_of_the_calendar(tmp_path):
-    path = write_csv(
-        tmp_path / "a.csv", [[d, k] for k, d in enumerate(DATES)], header=["date", "a"]
-    )
-    data = open_data(series(path, context=24, horizon=24, time_features=True, scale="none"))
-    assert (
-        data.meta.cycles == ("day", "week") and data.meta.features == 5 and data.meta.time == "date"
-    )
-    x = data.train.batch([0])[0]
-    assert torch.equal(x[:, 0], torch.arange(48.0))
-    torch.testing.assert_close(x[:24, 1:3], x[24:, 1:3], rtol=0, atol=1e-6)
-    torch.testing.assert_close(x[:, 1].square() + x[:, 2].square(), torch.full((48,), 0.25))
-    plain = write_csv(tmp_path / "b.csv", [[k] for k in range(600)], header=["a"])
-    refused(
-        series(plain, context=4, horizon=2, time_features=True),
-        "series.time_features",
-        "no column of dates",
-    )
-    yearly = write_csv(
-        tmp_path / "c.csv", [[f"{y}-01-01", y] for y in range(1700, 2000)], header=["date", "a"]
-    )
-    refused(
-        series(yearly, context=2, horizon=1, time_features=True),
-        "series.time_features",
-        "day, week, year",
-    )
-
-
 def test_phases_resolve_fractions_of_seconds():
     noon = np.datetime64("2024-01-01T12", "ms") + np.array([0, 250, 1000])
     found = phases(noon, ["day"])
@@ -121,14 +93,6 @@ def test_phases_resolve_fractions_of_seconds():
     assert (
         phases(noon[[0, 2]], ["day"]) == phases(noon[[0, 2]].astype("datetime64[s]"), ["day"])
     ).all()
-
-
-@pytest.mark.parametrize(("days", "cycles"), [(16, ("day",)), (21, ("day", "week"))])
-def test_a_cycle_counts_when_training_goes_through_it_twice(days, cycles, tmp_path):
-    """Seven tenths of the rows are for training: 11 days and 14.7."""
-    rows = [[d, k] for k, d in enumerate(DATES[: 24 * days])]
-    path = write_csv(tmp_path / "a.csv", rows, header=["date", "a"])
-    assert open_data(series(path, context=4, horizon=2, time_features=True)).meta.cycles == cycles
 
 
 @pytest.mark.filterwarnings("ignore:.* left out")
@@ -174,7 +138,6 @@ OPTIONS = [
     {},
     {"scale": "column"},
     {"scale": "none"},
-    {"time_features": True},
 ]
 
 

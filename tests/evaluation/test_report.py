@@ -126,7 +126,7 @@ def charts(page):
 
 
 def test_a_run_opens_with_its_pictures_and_curves(tmp_path):
-    run = make_run(tmp_path / "mine", **{"completed.png": PNG, "curves.png": PNG})
+    run = make_run(tmp_path / "mine", **{"completed.png": PNG})
     page = read(report([run], out=tmp_path / "report.html"))
     assert page.text["h2"] == ["Samples", "Training", "Test set", "Runs"]
     images = [a for tag, a in page.tags if tag == "img" and "png" in a["src"]]

@@ -160,7 +160,7 @@ class Fill:
 
     def _fill_table(self, model: Model, meta: Meta) -> None:
         self._check_out(".csv", ".parquet", ".npy")
-        table = read_table(self.input, meta.time if meta.cycles else "none")
+        table = read_table(self.input, time="none")
         windows = TableWindows(table, meta)
         observe = "mean" if self.num == 1 else "sample"
         made = windows.place(self._samples(model, windows.x, windows.known, observe).numpy())

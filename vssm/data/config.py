@@ -6,7 +6,8 @@ from typing import Any, Literal
 from vssm.checks import check_choice, check_number
 
 NAMES = ("digits", "mnist", "cifar10", "images", "text", "series", "arrays", "synthetic")
-_RETIRED = {"patch": 1, "season": 1, "separate": False, "stride": 1}
+_RETIRED = {"patch": 1, "season": 1, "separate": False, "stride": 1, "time_features": False}
+_RETIRED |= {"cycles": [], "cycles_given": False}  # of the description of the data
 
 
 def without_retired(options: dict[str, Any]) -> dict[str, Any]:
@@ -51,9 +52,8 @@ class SeriesConfig:
     window: also each window by its context, so that new levels are no surprise. none: not at
     all."""
     time: str | None = None
-    """Column of dates (ISO 8601), found by name or contents if not given; none leaves dates out."""
-    time_features: bool = False
-    """Add the phase of the day, week and year as channels, as far as the dates show them."""
+    """Column of dates (ISO 8601), found by name or contents if not given, whose order is checked;
+    none leaves dates out."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "given", tuple(self.given))  # JSON has lists

@@ -48,10 +48,6 @@ class Meta:
     """Rows of a window that are known, and that are forecast."""
     windowed: Literal["window"] | None = None
     """Whether each window is standardised by its context, after `mean` and `std`."""
-    cycles: tuple[str, ...] = ()
-    """Cycles of the calendar whose phases, as sine and cosine, are the last channels of a step."""
-    time: str | None = None
-    """The column of dates; "none" if dates were left out."""
     fill: str | None = None
     """How missing values were filled."""
     classes: int | None = None
@@ -61,14 +57,11 @@ class Meta:
     given_mean: tuple[float, ...] | None = None
     given_std: tuple[float, ...] | None = None
     """Mean and standard deviation of each given column over the training rows."""
-    cycles_given: bool = False
-    """Whether the phases of the calendar are given, not made."""
 
     @property
     def given(self) -> int:
         """How many of the features, the last ones, are always known and never made."""
-        phases = 2 * len(self.cycles) if self.cycles_given else 0
-        return (self.classes or 0) + len(self.given_columns) + phases
+        return (self.classes or 0) + len(self.given_columns)
 
     def without_given(self, x: Tensor) -> Tensor:
         """Returns sequences (B, T, D) without the features that are given."""
@@ -83,6 +76,7 @@ class Meta:
         """Returns the metadata that `to_json` gave, also after a trip through a JSON file."""
         try:
             values: dict[str, Any] = without_retired(fields)
+            values.pop("time", None)  # the column of dates, which earlier versions noted
             values |= {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
             return cls(**values)
         except (AttributeError, TypeError) as error:  # a missing field, or one of a newer version
@@ -100,7 +94,7 @@ class Meta:
             two, same = getattr(other, name), False
             if name.endswith(("mean", "std")) and one and two and len(one) == len(two):
                 same = np.allclose(one, two, rtol=1e-6, atol=1e-9 * max(map(abs, (*one, *two))))
-            if name not in ("time", "fill") and one != two and not same:
+            if name != "fill" and one != two and not same:
                 yield name
 
     def to_image(self, x: Tensor) -> Tensor:

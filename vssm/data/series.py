@@ -5,9 +5,8 @@ A file is a table of N rows (time) and D columns (`vssm.data.table`). It is spli
 of validation or test may take its context from the part before, as in use, but never a row of its
 horizon.
 
-A row is a step: D values, the columns that are known in the future too (`given`), and the phases of
-the calendar. Columns are standardised over the training rows, and those that are made also over the
-context of their window.
+A row is a step: D values, and the columns that are known in the future too (`given`). Columns are
+standardised over the training rows, and those that are made also over the context of their window.
 
 Windows in which a column is missing for more than half of the rows are left out; other gaps are
 filled. For models with known="any" missing values stay NaN, and only windows without any value are
@@ -124,10 +123,9 @@ def open_series(config: DataConfig, missing: bool = False) -> Data:
         if np.isnan(column[:valid]).all():
             raise ValueError(f"{path}: column {name!r} has no value in the {valid} training rows")
     mean, std = ((), ()) if options.scale == "none" else _mean_and_std(x[:valid])
-    cycles = _cycles(table, valid) if options.time_features else ()
     meta = Meta(
         name="series",
-        features=len(names) + 2 * len(cycles),
+        features=len(names),
         length=window,
         suggested_head="gaussian-learned",
         columns=names[: len(own)],
@@ -136,15 +134,12 @@ def open_series(config: DataConfig, missing: bool = False) -> Data:
         context=options.context,
         horizon=options.horizon,
         windowed="window" if options.scale == "window" else None,
-        cycles=cycles,
         given_columns=names[len(own) :],
         given_mean=mean[len(own) :] or None,
         given_std=std[len(own) :] or None,
-        cycles_given=missing and bool(cycles),
-        time="none" if options.time == "none" else table.time,
         fill=options.fill,
     )
-    rows = _rows(meta, x, table.times)
+    rows = _rows(meta, x)
     known: Any = pandas.DataFrame(np.isfinite(table.values[:, own]))
 
     def windows(part: str) -> Windows:
@@ -173,13 +168,11 @@ def _mean_and_std(x: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
     return tuple(mean.tolist()), tuple(std.tolist())
 
 
-def _rows(meta: Meta, x: np.ndarray, times: np.ndarray | None) -> Tensor:
-    """Returns columns, made and given, (N, D), and dates as the rows of windows, (N, features)."""
+def _rows(meta: Meta, x: np.ndarray) -> Tensor:
+    """Returns columns, made and given, as the rows of windows, (N, features)."""
     if meta.mean is not None and meta.std is not None:
         mean, std = meta.mean + (meta.given_mean or ()), meta.std + (meta.given_std or ())
         x = (x - np.array(mean)) / np.array(std)
-    if times is not None:
-        x = np.concatenate([x, phases(times, meta.cycles)], 1)
     return torch.from_numpy(x.astype(np.float32))
 
 
@@ -189,21 +182,6 @@ def _windows(meta: Meta, rows: Tensor, starts: np.ndarray, missing: bool) -> Win
     scaled = (meta.context, len(meta.columns)) if meta.windowed else (0, 0)
     first = torch.from_numpy(starts)
     return Windows(rows, missing=missing, starts=first, length=meta.length, scaled=scaled)
-
-
-def _cycles(table: Table, rows: int) -> tuple[str, ...]:
-    """Returns the cycles that the training rows go through twice, in steps below half a cycle."""
-    if table.times is None:
-        raise ValueError(f"series.time_features needs dates; {table.path} has no column of dates")
-    seconds = (table.times[:rows] - table.times[0]) / np.timedelta64(1, "s")
-    step, reach = np.median(np.diff(seconds)), seconds[-1]
-    found = tuple(name for name, period in _CYCLES.items() if 2 * step < period <= reach / 2)
-    if not found:
-        raise ValueError(
-            f"series.time_features: {table.path} has steps of {step:g} s over {reach:.12g} s, which"
-            f" hold no whole {', '.join(_CYCLES)} twice"
-        )
-    return found
 
 
 def phases(times: np.ndarray, cycles: Sequence[str]) -> np.ndarray:
@@ -246,11 +224,8 @@ class TableWindows:
         num, self._size, self._meta = len(values), meta.length, meta
         if num < self._size:
             raise ValueError(f"{table.path} has {num} rows; a window of training has {self._size}")
-        if meta.cycles and table.times is None:
-            raise ValueError(f"{table.path} has no column of dates, which the run was trained with")
         starts = np.array([*range(0, num - self._size, self._size), num - self._size])
-        rows = _rows(meta, values, table.times)
-        windows = _windows(meta, rows, starts, missing=True)
+        windows = _windows(meta, _rows(meta, values), starts, missing=True)
         x = windows.batch(slice(None))
         self.x, self.known = x.nan_to_num(), ~x.isnan()
         self._starts, self._scale = starts, windows.scale(slice(None))

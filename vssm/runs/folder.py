@@ -7,7 +7,7 @@
 | `meta.json` | commit, versions, machine, seed, times; `ended` is set when the run is finished |
 | `log.jsonl` | one JSON object a line: a log point ("train") or a validation ("valid") |
 | `checkpoint/step-N/` | `weights`, `optimizer` and `ema` (.safetensors), and `progress.json` |
-| `curves.png`, `samples.png` | pictures of the log and of samples |
+| `samples.png` | a picture of samples; `vssm report` draws the curves of the log |
 | `eval.json.old` | an evaluation of weights that better ones have replaced |
 
 A kill or a full disk damages nothing: files are written under a temporary name, flushed to the disk

@@ -1,7 +1,7 @@
 """Training: one loop for all six models, in one process or many.
 
 A step is in `vssm.training.step`. Here is what happens between steps: the log, validation,
-checkpoints, pictures, signals, and how a run is set up and resumed.
+checkpoints, samples, signals, and how a run is set up and resumed.
 
 The loop never waits for a CUDA device. Loss terms are summed on the device and read at log points,
 and a run in one process replays its step as a CUDA graph. Ten steps in a row that are not finite
@@ -287,13 +287,9 @@ class Trainer:
         return torch.stack([*terms, torch.where(counts > 0, bound, 0), counts])
 
     def draw(self) -> None:
-        """Replaces the pictures."""
-        if self.world.rank > 0:
-            return
-        if self.folder.log_path.exists():
-            figures.curves(self.folder.path)
+        """Replaces the picture of samples."""
         num = self.options.samples if self.meta.image_shape else min(6, self.options.samples)
-        if num and not self.options.fsdp:
+        if num and self.world.rank == 0 and not self.options.fsdp:
             with self.steps.learner.averaged():
                 path, seed = self.folder.path / "samples.png", self.options.seed
                 figures.samples(self.model, self.meta, self.valid_split, num, seed, path)

@@ -142,9 +142,8 @@ def _read_run(folder: Path) -> _Run:
     log = read_log(folder) if (folder / "log.jsonl").is_file() else []
     run = _Run(name, *contents, log=log, pictures=[])
     for path in sorted(folder.glob("*.png"), key=lambda path: (path.stem != "samples", path)):
-        if path.stem != "curves":  # which the page draws itself
-            alt = f"{path.stem} of {name} ({run.task})"
-            run.pictures.append(read_picture(path, f"{name}: {path.stem}", alt))
+        alt = f"{path.stem} of {name} ({run.task})"
+        run.pictures.append(read_picture(path, f"{name}: {path.stem}", alt))
     return run
 
 
