@@ -53,9 +53,10 @@ def summary(results: Path, data: str) -> str:
     import pandas as pd
 
     runs = [(kind, run) for kind, own in scored_runs(results, data).items() for run in own]
-    rows = [{"model": kind, **run["metrics"]} for kind, run in runs]
-    table = pd.DataFrame(rows, columns=["model", *_SUMMARY]).set_index("model").astype(float)
-    return table.groupby(level=0, sort=False).mean().round(2).to_string()
+    rows = [[kind, *(run["metrics"].get(name) for name in _SUMMARY)] for kind, run in runs]
+    table: Any = pd.DataFrame(rows, columns=pd.Index(["model", *_SUMMARY]))
+    means = table.set_index("model").astype(float).groupby("model", sort=False).mean()
+    return means.round(2).to_string()
 
 
 def draw_figure(results: Path, data_sets: Sequence[str]) -> bytes:

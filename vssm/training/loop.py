@@ -154,7 +154,7 @@ class Trainer:
         interrupts = Interrupts()
         # Several processes would have to agree at every step on whether to save.
         patient = interrupts if self.world.size == 1 else nullcontext()
-        # Of a slow kernel for bfloat16 norms on a CPU, and of AdamW's steps before the recorded one.
+        # Of slow kernels for bfloat16 norms on a CPU; of AdamW's steps before the recorded one.
         expected = "Mismatch dtype between input|.*capturable=True"
         try:
             with warnings.catch_warnings(), on_stream(self.stream), patient:

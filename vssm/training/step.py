@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from vssm.config import TrainConfig
 from vssm.data import Meta, Split, moved
 from vssm.data.dataset import on_device
+from vssm.models import Model
 from vssm.objectives import Terms, objective
 from vssm.training.distributed import World
 from vssm.training.muon import Muon, block_matrices
@@ -50,7 +51,7 @@ class Step:
     """
 
     def __init__(
-        self, model: nn.Module, split: Split, meta: Meta, options: TrainConfig, world: World
+        self, model: Model, split: Split, meta: Meta, options: TrainConfig, world: World
     ) -> None:
         self.meta: Meta = meta
         self.options: TrainConfig = options
@@ -59,7 +60,7 @@ class Step:
         automatic = "bfloat16" if device.type == "cuda" else "float32"
         precision = automatic if options.precision == "auto" else options.precision
         self.dtype: torch.dtype = getattr(torch, precision)
-        self.model: nn.Module = model
+        self.model: Model = model
         self.parallel: nn.Module = world.wrap(_Call(model))
         self.learner: Learner = Learner(model, options, world)
         self.tally: Tally = Tally(device)
