@@ -230,47 +230,24 @@ DIALS = {
 }
 
 
-def test_dials_become_curves_and_a_table(tmp_path):
+def test_dials_are_rows_of_the_table(tmp_path):
     path = report([make_run(tmp_path / "mine", metrics=DIALS)], out=tmp_path / "report.html")
     page = read(path)
-    batches = ("batch 1", "batch 256")
-    assert charts(page)[-2:] == [f"mine: Fréchet distance, {batch}" for batch in batches]
-    assert ["Fréchet distance", "ms, batch 1", "ms, batch 256"] in page.rows
-    order = [row[0] for row in page.rows if len(row) == 4]
-    assert order == [
-        *("one shot", "in chunks of 14, re-conditioned", "in chunks of 7, re-conditioned"),
-        *("in chunks of 1, re-conditioned", "in 4 passes", "in 28 passes"),
-        "floor: training images",
-    ]
-    assert ["in chunks of 14, re-conditioned", "820", "11", "61"] in page.rows
-    assert ["in 4 passes", "757", "20", "–"] in page.rows
-    assert ["floor: training images", "7", "–", "–"] in page.rows
-    assert {"chunks W", "passes S", "floor"} <= set(page.text["li"])
-    legend = [text for text in page.text["li"] if text == "passes S"]
-    assert len(legend) == 1  # at batch 256 no passes were timed
+    for row in (
+        ["in chunks of 7, re-conditioned", "545"],
+        ["in 28 passes", "51"],
+        ["in chunks of 14, re-conditioned, batch 1", "11"],
+        ["in chunks of 14, re-conditioned, batch 256", "61"],
+        ["floor: training images", "7"],
+    ):
+        assert row in page.rows
 
 
-def test_no_curves_without_dials(tmp_path):
-    metrics = {name: value for name, value in DIALS.items() if not name.startswith("ms_")}
-    page = read(
-        report([make_run(tmp_path / "mine", metrics=metrics)], out=tmp_path / "report.html")
-    )
-    assert not any("quality against time" in text for text in page.text["caption"])
-    assert ["in chunks of 7, re-conditioned", "545"] in page.rows
-
-
-def test_values_that_cannot_be_drawn_stay_in_the_table(tmp_path):
-    odd = {
-        "fd_one_shot": None,
-        "ms_one_shot": 3.0,
-        "fd_w2": 0.0,
-        "ms_w2": "x",
-        "ms_w99999999999": 1.0,
-    }
+def test_odd_values_are_shown_as_they_are(tmp_path):
+    odd = {"fd_one_shot": None, "fd_w2": 0.0, "ms_w2": "x", "ms_w99999999999": 1.0}
     page = read(report([make_run(tmp_path / "mine", metrics=odd)], out=tmp_path / "report.html"))
-    assert ["one shot", "–", "3"] in page.rows
-    assert ["in chunks of 2, re-conditioned", "0", "x"] in page.rows
-    assert not any("Fréchet distance, batch" in title for title in charts(page))
+    assert ["one shot", "–"] in page.rows
+    assert ["in chunks of 2, re-conditioned, batch 1", "x"] in page.rows
 
 
 def test_failed_write_leaves_the_old_page(tmp_path, monkeypatch):
@@ -335,19 +312,18 @@ def test_command_without_anything_to_report(arguments, message, tmp_path, monkey
     assert not list(tmp_path.iterdir())
 
 
-def drawn(*arguments, **options):
+def drawn(*arguments):
     """The chart's size, and the points of its lines, by stroke."""
-    svg = draw_chart(*arguments, **options).content.decode()
+    svg = draw_chart(*arguments).content.decode()
     width, height = map(float, re.search(r'viewBox="0 0 (\S+) (\S+)"', svg).groups())
     paths = re.findall(r'<path d="([^"]*)" clip-path[^>]*style="([^"]*)"', svg)
     lines = [(re.search("stroke: (#[0-9a-f]+)", style)[1], path) for path, style in paths]
     return width, height, {colour: places({"d": path}) for colour, path in lines}
 
 
-@pytest.mark.parametrize("log", [False, True])
 @pytest.mark.parametrize("points", [[(1, 5), (2, 5)], [(k, 1e6 / k**4) for k in range(1, 2000)]])
-def test_points_lie_inside_the_chart(points, log):
-    width, height, lines = drawn("t", "x", {"line": points}, log=log)
+def test_points_lie_inside_the_chart(points):
+    width, height, lines = drawn("t", "x", {"line": points})
     line = lines["#3b8ad0"]
     assert 2 <= len(line) <= 2000
     assert all(0 <= x <= width for x, _ in line)

@@ -1,10 +1,10 @@
-"""Names of metrics in words, groups of metrics, and curves of quality against time."""
+"""Names of metrics in words, and groups of metrics."""
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeGuard
+from collections.abc import Iterable
+from typing import TypeGuard
 
-__all__ = ["GROUPS", "dial_curves", "dial_ways", "grouped", "is_number", "label"]
+__all__ = ["GROUPS", "grouped", "is_number", "label"]
 
 _LABELS = {  # in the order in which they are shown
     "log_likelihood": "log p(x)",
@@ -66,7 +66,6 @@ GROUPS = (  # title, pattern of names, whether more (+1) or less (-1) is better
     ("Reconstruction and latents", _LATENTS, 0),
     ("Counts", r"\w+", 0),
 )
-_WAY = re.compile(r"one_shot|[ws]\d{1,9}")
 
 
 def grouped(
@@ -105,48 +104,6 @@ def label(name: str) -> str:
         if found := re.fullmatch(pattern, name):
             return words.format(*map(label, found.groups()))
     return name.replace("_", " ")
-
-
-def dial_ways(metrics: Iterable[str], measure: str = "ms") -> list[str]:
-    """Returns the ways to sample that were measured: one shot, chunks, passes.
-
-    >>> dial_ways(["ms_s4", "ms_w2", "ms_w14", "ms_s16", "fd_s8", "ms_one_shot", "ms_w2_b256"])
-    ['one_shot', 'w14', 'w2', 's4', 's16']
-    """
-    start = f"{measure}_"
-    ways = (name.removeprefix(start) for name in metrics if name.startswith(start))
-    sizes = {way: int(way[1:]) for way in filter(_WAY.fullmatch, ways) if way != "one_shot"}
-    chunks = sorted((way for way in sizes if way[0] == "w"), key=sizes.__getitem__, reverse=True)
-    passes = sorted((way for way in sizes if way[0] == "s"), key=sizes.__getitem__)
-    return [*(["one_shot"] if f"{start}one_shot" in metrics else []), *chunks, *passes]
-
-
-def dial_curves(metrics: Mapping[str, Any], batch: int = 1) -> dict[str, list[tuple[float, float]]]:
-    """Returns curves of (milliseconds, Fréchet distance), each from one shot on, and the floor.
-
-    Arguments:
-        metrics: Metrics of an evaluation with `dials=True`; others have no curves.
-        batch: How many sequences were made at a time.
-
-    Example:
-        >>> metrics = {"fd_one_shot": 90.0, "fd_s2": 30.0, "ms_one_shot": 1.5, "ms_s2": 4.0}
-        >>> dial_curves({**metrics, "fd_floor": 7})
-        {'passes S': [(1.5, 90.0), (4.0, 30.0)], 'floor': [(1.5, 7), (4.0, 7)]}
-    """
-    end = f"_b{batch}" if batch > 1 else ""
-    points: dict[str, tuple[float, float]] = {}
-    for way in dial_ways(metrics):
-        ms, distance = metrics.get(f"ms_{way}{end}"), metrics.get(f"fd_{way}")
-        if is_number(ms) and is_number(distance) and min(ms, distance) > 0:
-            points[way] = ms, distance
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for letter, name in (("w", "chunks W"), ("s", "passes S")):
-        if any(way[0] == letter for way in points):
-            lines[name] = [point for way, point in points.items() if way[0] in ("o", letter)]
-    floor, times = metrics.get("fd_floor"), [ms for ms, _ in points.values()]
-    if lines and is_number(floor) and floor > 0:
-        lines["floor"] = [(min(times), floor), (max(times), floor)]
-    return lines
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -34,41 +34,33 @@ class Picture(NamedTuple):
         return f"data:image/{self.kind};base64,{base64.b64encode(self.content).decode()}"
 
 
-def draw_chart(title: str, x_label: str, lines: Mapping[str, Points], log: bool = False) -> Picture:
-    """Draws lines through points; few points are marked, and a line named floor is dashed.
+def draw_chart(title: str, x_label: str, lines: Mapping[str, Points]) -> Picture:
+    """Draws lines through points; few points are marked.
 
     Arguments:
         title: What is shown.
         x_label: The name of the horizontal axis.
-        lines: Points (x, y) by name; finite, and positive with `log`.
-        log: Whether both axes are logarithmic.
+        lines: Finite points (x, y) by name.
 
     Example:
         >>> draw_chart("Loss", "epoch", {"train": [(0, 3.0), (1, 2.0)]}).legend
         {'train': '#3b8ad0'}
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator
 
     lines = {name: points for name, points in lines.items() if points}
     legend = dict(zip(lines, itertools.cycle(_COLOURS)))
     figure = Figure(figsize=(4.6, 2.8), layout="constrained", facecolor="none")
     axes = figure.subplots()
     for name, points in lines.items():
-        style = "--" if name == "floor" else "o-" if len(points) <= _FEW else "-"
+        style = "o-" if len(points) <= _FEW else "-"
         axes.plot(*zip(*points, strict=True), style, color=legend[name], markersize=4)
-    if log:
-        axes.loglog()
-        axes.minorticks_off()
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    else:
-        # The first losses are far above the rest: the axis fits the last 95 percent.
-        xs = [x for points in lines.values() for x, _ in points]
-        start = min(xs) + (max(xs) - min(xs)) / 20
-        ys = [y for points in lines.values() for x, y in points if x >= start]
-        margin = (max(ys) - min(ys)) / 20 or abs(ys[0]) / 2 or 0.5
-        axes.set_ylim(min(ys) - margin, max(ys) + margin)
+    # The first losses are far above the rest: the axis fits the last 95 percent.
+    xs = [x for points in lines.values() for x, _ in points]
+    start = min(xs) + (max(xs) - min(xs)) / 20
+    ys = [y for points in lines.values() for x, y in points if x >= start]
+    margin = (max(ys) - min(ys)) / 20 or abs(ys[0]) / 2 or 0.5
+    axes.set_ylim(min(ys) - margin, max(ys) + margin)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: f"{value:g}".replace("-", "−"))
     axes.set_xlabel(x_label, color=_GREY)

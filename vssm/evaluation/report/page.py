@@ -8,7 +8,6 @@ The page opens with pictures and curves; tables follow. A section is a list of b
 page.html lays out: `pictures` side by side, or a `table`.
 """
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 from vssm.data.storage import read_object, write_atomically
 from vssm.evaluation.report.chart import Picture, draw_chart
 from vssm.runs.folder import read_log
-from vssm.runs.labels import GROUPS, dial_curves, dial_ways, grouped, is_number, label
+from vssm.runs.labels import GROUPS, grouped, is_number, label
 
 __all__ = ["Row", "Table", "read_picture", "report", "write_page"]
 
@@ -96,7 +95,6 @@ def report(run_folders: Iterable[str | Path] | str | Path, out: str | Path = "re
     sections = {
         "Samples": _figures([picture for run in runs for picture in run.pictures]),
         "Training": _figures(_training(runs)),
-        "Quality against time": [block for run in runs for block in _dials(run.name, run.metrics)],
         "Test set": _comparisons(runs),
         "Runs": _facts(runs),
     }
@@ -173,32 +171,12 @@ def _points(log: Sequence[Object], split: str, term: str) -> Points:
     return points
 
 
-def _dials(name: str, metrics: Object) -> Blocks:
-    """Shows quality against time: a chart for each batch size, and a table of ways to sample."""
-    ways, charts = dial_ways(metrics), []
-    if not ways:
-        return []
-    sizes = (re.fullmatch(r"ms_one_shot_b(\d{1,9})", metric) for metric in metrics)
-    ends = {1: ""} | {int(size[1]): f"_b{size[1]}" for size in sizes if size}
-    for batch in ends:
-        if lines := dial_curves(metrics, batch):
-            title = f"{name}: Fréchet distance, batch {batch}"
-            charts.append(draw_chart(title, "milliseconds", lines, log=True))
-    rows = []
-    for way in [*ways, "floor"]:
-        shown = (f"fd_{way}", *(f"ms_{way}{end}" for end in ends.values()))
-        rows.append(Row(label(f"fd_{way}"), [metrics.get(metric) for metric in shown]))
-    columns = ["Fréchet distance", *(f"ms, batch {batch}" for batch in ends)]
-    return [{"pictures": charts}, {"table": Table(f"{name}: quality against time", columns, rows)}]
-
-
 def _comparisons(runs: Sequence[_Run]) -> Blocks:
     """Makes a table of metrics for each task, with the best value of every row in bold."""
     blocks = []
     for task in dict.fromkeys(run.task for run in runs):
         columns = {run.name: run.metrics for run in runs if run.task == task}
-        # Times of ways to sample, ms_..., are shown with the quality that they buy.
-        names = [n for metrics in columns.values() for n in metrics if not n.startswith("ms_")]
+        names = [name for metrics in columns.values() for name in metrics]
         rows: list[Row] = []
         for title, direction, own in grouped(names, _COMPARED):
             rows.append(Row(title))
