@@ -36,6 +36,7 @@ import tyro
 from torch import Tensor, nn
 
 from vssm.config import PRESETS
+from vssm.evaluation.timing import take_times
 from vssm.lab.bench import generate, measure, scan, train
 from vssm.lab.bench.measure import Record
 
@@ -211,7 +212,7 @@ def training_speeds(record: Record, name: str) -> tuple[list[float], int]:
             optimizer.step()
 
     tokens = config["window"] * config["batch"] * train.LENGTH
-    times = measure.take_times(window, device, train.WINDOWS)
+    times = take_times(window, device, train.WINDOWS)
     return [1e3 * tokens / taken for taken in times], sum(p.numel() for p in model.parameters())
 
 

@@ -32,7 +32,7 @@ from vssm import noise
 from vssm.checks import whole_number
 from vssm.data import Data, Meta, open_data
 from vssm.distributions import Latents
-from vssm.lab.bench.measure import take_times
+from vssm.evaluation.timing import take_times
 from vssm.likelihoods import log_likelihood
 from vssm.models import Ladder, Model, Variational
 from vssm.runs.checkpoint import load

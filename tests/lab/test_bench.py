@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from vssm.cli import main
+from vssm.evaluation import timing
 from vssm.lab import bench
-from vssm.lab.bench import measure
 from vssm.lab.bench.measure import Record
 from vssm.lab.bench.scan import Shape, floor_ms
 
@@ -75,8 +75,8 @@ def test_floor_of_the_scan_on_cuda(monkeypatch):
 )
 def test_number_of_timed_calls(milliseconds, options, timed, monkeypatch):
     calls = []
-    monkeypatch.setattr(measure, "wall", lambda call, device: call() or milliseconds)
-    times = measure.take_times(lambda: calls.append(1), CPU, **options)
+    monkeypatch.setattr(timing, "wall", lambda call, device: call() or milliseconds)
+    times = timing.take_times(lambda: calls.append(1), CPU, **options)
     assert times == timed * [milliseconds]
     assert len(calls) == 1 + timed, "the first call may compile"
 
@@ -84,14 +84,14 @@ def test_number_of_timed_calls(milliseconds, options, timed, monkeypatch):
 def test_times_and_their_spread_are_recorded(record, monkeypatch):
     taken = iter([1.0, 2.0, 3.0, 4.0, 5.0])
     record.repeats = 5
-    monkeypatch.setattr(measure, "wall", lambda call, device: next(taken))
+    monkeypatch.setattr(timing, "wall", lambda call, device: next(taken))
     record.time("ssm_ms_b1_t2", lambda: 0)
     quantiles = {"ssm_p10_ms_b1_t2": 1.4, "ssm_p90_ms_b1_t2": 4.6}
     assert record.metrics == {"ssm_ms_b1_t2": 3.0, **quantiles}
 
     record.metrics.clear()
     record.device, record.repeats, calls = torch.device("cuda"), 1, []
-    monkeypatch.setattr(measure, "wall", lambda call, device: call() or 60.0)
+    monkeypatch.setattr(timing, "wall", lambda call, device: call() or 60.0)
     for name in ("reset_peak_memory_stats", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * 2**20)

@@ -25,10 +25,6 @@ class Sweep(RunOptions):
     def run(self) -> None:
         config, kinds = self.run_config(), self.kinds or None
         rows = sweep(config, self.out, self.learning_rates, self.seeds, kinds)
-        for row in rows:
-            loss, reason = row["validation_loss"], row["reason"] or ""
-            shown = "" if loss is None else f"  validation loss {loss:.3f}"
-            print(f"{row['folder']}: {row['status']}{shown}  {reason}".rstrip())
         print(f"table: {self.out / 'sweep.json'}")
         failed = sum(row["status"] == "failed" for row in rows)
         if failed:

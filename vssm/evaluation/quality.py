@@ -21,8 +21,6 @@ Legend: T length; W `chunk`; S `passes`; C prompt, `cut`.
 """
 
 import math
-import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -38,6 +36,7 @@ from vssm.data.storage import write_atomically
 from vssm.engine import Engine
 from vssm.evaluation.frechet import cached_classifier, features, frechet_distance
 from vssm.evaluation.parts import known_entries, suffix
+from vssm.evaluation.timing import take_times
 from vssm.models import AnyPart, Ladder, Model, Variational
 from vssm.sampling.filling import fill
 
@@ -46,6 +45,7 @@ __all__ += ["image_ways", "make_sequences", "measure_times", "observed", "spread
 __all__ += ["ways_to_sample"]
 
 _LARGE_BATCH = 256  # sequences of the times of the dials
+_SECONDS = 2.0  # that the calls of one time may take
 _COLUMNS, _ROWS = 16, 3  # of a picture of samples, for every way to sample
 
 Progress = Callable[[str, int, int], None]
@@ -186,41 +186,21 @@ def generation_calls(work: Work, curves: bool = False) -> dict[str, Callable[[],
 
 
 def measure_times(
-    work: Work, calls: dict[str, Callable[[], object]], repeats: int
+    work: Work, calls: Mapping[str, Callable[[], object]], repeats: int
 ) -> dict[str, float]:
-    """Measures the milliseconds of calls.
+    """Measures the milliseconds of calls, each the median of `repeats`, fewer of slow ones.
 
-    Each is the median of `repeats` calls, fewer when they are slow. `timing_spread` is the largest
-    ratio of the third to the first quartile: far above 1, the machine was busy and the times mean
-    little.
+    `timing_spread` is the largest ratio of the third to the first quartile: far above 1, the
+    machine was busy and the times mean little.
     """
     metrics, widest = {}, 1.0
     for done, (name, call) in enumerate(calls.items()):
         work.progress("generation times", done, len(calls))
-        metrics[name], ratio = _milliseconds(call, work.device, repeats)
-        widest = max(widest, ratio)
+        times = take_times(call, work.device, repeats, _SECONDS)
+        low, metrics[name], high = np.quantile(times, (0.25, 0.5, 0.75)).tolist()
+        widest = max(widest, high / low)
     work.progress("generation times", len(calls), len(calls))
     return {**metrics, "timing_spread": widest}
-
-
-def _milliseconds(
-    call: Callable[[], object], device: torch.device, repeats: int
-) -> tuple[float, float]:
-    """Returns the median time of a call after a warm-up, and the third quartile over the first."""
-
-    def timed() -> float:
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return 1000 * (time.perf_counter() - start)
-
-    timed()
-    times: list[float] = []
-    while len(times) < 5 or (len(times) < repeats and sum(times) < 500):
-        times.append(timed())
-    low, median, high = statistics.quantiles(times, n=4, method="inclusive")
-    return median, high / low
 
 
 def image_ways(

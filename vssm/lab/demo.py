@@ -17,7 +17,7 @@ from vssm.config import Kind, ModelConfig, RunConfig, TrainConfig
 from vssm.data import DataConfig, draw, open_data, read_meta
 from vssm.evaluation.report import report
 from vssm.evaluation.scores import evaluate_run
-from vssm.lab.bench.measure import take_times
+from vssm.evaluation.timing import take_times
 from vssm.runs import pretrained
 from vssm.training.loop import train
 from vssm.training.progress import Progress

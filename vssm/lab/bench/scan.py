@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vssm.lab.bench.measure import Record, command_line, number, open_device, take_times
+from vssm.evaluation.timing import take_times
+from vssm.lab.bench.measure import Record, command_line, number, open_device
 from vssm.ops import choose_backend, selective_scan
 
 __all__ = ["Shape", "floor_ms", "main_scan", "print_scan_table", "scan_arguments", "time_scan"]
