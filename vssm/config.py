@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from vssm.checks import check_choice, check_number, name_allowed, plain_number, shown
 from vssm.data.config import DataConfig, without_retired
-from vssm.distributions import HEADS, HeadName
+from vssm.distributions import HEADS, HEADS_WITH_LOCATION, HeadName
 
 __all__ = ["FORMAT", "KINDS", "PRESETS", "Kind", "ModelConfig", "RunConfig", "TrainConfig"]
 
@@ -86,6 +86,9 @@ class ModelConfig:
     latent_passes: int = 0
     """With known="any": the most passes in which latents are drawn; in more, entries that are made
     at once are independent, as in a masked diffusion model. 0 for latents in all passes."""
+    interpolate: bool = False
+    """With known="any" and numbers: read straight lines between the known entries of a feature, and
+    predict what differs from them. For series, whose gaps are nearly straight."""
     head: HeadName | Literal["auto"] = "gaussian"
     """Distribution of x_t: gaussian, gaussian-learned, student-t, bernoulli, categorical or
     logistic-mixture; in a run also auto, for the one that suits the data."""
@@ -130,8 +133,10 @@ class ModelConfig:
 
     def _check_known(self) -> None:
         check_choice("known", self.known, ("prefix", "any"))
+        if not isinstance(self.interpolate, bool):
+            raise ValueError(f"interpolate is {self.interpolate!r}; it must be True or False")
         if self.known == "prefix":
-            for name in ("given", "latent_passes"):
+            for name in ("given", "latent_passes", "interpolate"):
                 if value := getattr(self, name):
                     raise ValueError(f"{name}={value} needs known='any'")
             return
@@ -143,6 +148,11 @@ class ModelConfig:
                     f"spans has {span}, which does not divide window={self.window}; "
                     "use divisors of the window"
                 )
+        if self.interpolate and self.head not in ("auto", *HEADS_WITH_LOCATION):
+            raise ValueError(
+                f"interpolate=True is not for head={self.head!r}; "
+                f"use {', '.join(HEADS_WITH_LOCATION)}, or interpolate=False"
+            )
         if self.given and self.head == "categorical":
             raise ValueError(f"given={self.given} is not for tokens; use given=0")
         if self.given >= self.features and self.head != "auto":

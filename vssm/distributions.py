@@ -42,6 +42,7 @@ from vssm.ops.latents import gumbel_one_hot, kl_to_uniform, sample_and_kl
 __all__ = [
     "HEADS",
     "HEADS_IN_UNIT",
+    "HEADS_WITH_LOCATION",
     "Head",
     "HeadName",
     "Latents",
@@ -52,6 +53,8 @@ __all__ = [
 
 LARGEST = 1e15  # largest value of x: sums of its square stay far from infinity
 HEADS_IN_UNIT = ("bernoulli", "logistic-mixture")  # their x lies in [0, 1]
+HEADS_WITH_LOCATION = ("gaussian", "gaussian-learned", "student-t")
+"""Heads of real numbers whose first D outputs are the location."""
 HeadName = Literal[
     "gaussian", "gaussian-learned", "student-t", "bernoulli", "categorical", "logistic-mixture"
 ]

@@ -18,6 +18,8 @@ def any_part(seed=0, **options):
     with torch.no_grad():  # so that priors are far from uniform
         for level in range(config.levels):
             model.rung(level).prior_and_query.weight.mul_(4)
+        if config.interpolate:  # fresh weights say nothing but the lines
+            model.out.weight.normal_(std=0.1)
     return model
 
 
@@ -52,9 +54,22 @@ def exact(model, x, known):
     return torch.tensor(total, dtype=torch.float64).logsumexp(0).item()
 
 
-@pytest.mark.parametrize(("seed", "spans"), [(0, ()), (1, ()), (2, (4, 1)), (3, (2, 2))])
-def test_likelihood_of_a_part_converges_to_the_sum_over_all_latents(seed, spans):
-    model = any_part(seed, head="bernoulli", spans=spans)
+NUMBERS = {"head": "student-t", "interpolate": True}
+
+
+@pytest.mark.parametrize(
+    ("seed", "options"),
+    [
+        (0, {"head": "bernoulli"}),
+        (1, {"head": "bernoulli"}),
+        (2, {"head": "bernoulli", "spans": (4, 1)}),
+        (3, {"head": "bernoulli", "spans": (2, 2)}),
+        (4, NUMBERS),
+        (5, {**NUMBERS, "spans": (4, 1)}),
+    ],
+)
+def test_likelihood_of_a_part_converges_to_the_sum_over_all_latents(seed, options):
+    model = any_part(seed, **options)
     x, known = random_case(seed)
     estimate = vssm.log_likelihood(model, x, num_samples=20_000, known=known, seed=seed)
     assert math.isclose(float(estimate), exact(model, x, known), abs_tol=0.03)
@@ -112,8 +127,9 @@ def test_the_objective_counts_every_unknown_entry_once_in_expectation(latent_pas
     assert abs(float(counts.mean()) - expected) < 4 * float(counts.std()) / math.sqrt(20_000)
 
 
-def test_known_entries_come_back_bit_for_bit_and_nan_is_unknown():
-    model = any_part(features=3)
+@pytest.mark.parametrize("interpolate", [False, True])
+def test_known_entries_come_back_bit_for_bit_and_nan_is_unknown(interpolate):
+    model = any_part(features=3, interpolate=interpolate)
     x, known = random_case(1, rows=4, length=10, features=3)
     x = x + torch.rand_like(x)
     holes = torch.where(known, x, torch.nan)
@@ -123,9 +139,10 @@ def test_known_entries_come_back_bit_for_bit_and_nan_is_unknown():
     assert not torch.equal(made, vssm.fill(model, x, known, passes=3, seed=1))
 
 
+@pytest.mark.parametrize("options", [{}, NUMBERS], ids=str)
 @pytest.mark.parametrize("passes", [1, 3])
-def test_a_batch_split_does_not_change_a_sample(passes):
-    model = any_part()
+def test_a_batch_split_does_not_change_a_sample(passes, options):
+    model = any_part(**options)
     x, known = random_case(2, rows=5, length=9)
     whole = vssm.fill(model, x, known, passes=passes)
     part = vssm.fill(model, x[2:4], known[2:4], passes=passes, rows=[2, 3])
@@ -133,11 +150,19 @@ def test_a_batch_split_does_not_change_a_sample(passes):
 
 
 @pytest.mark.parametrize(
-    ("passes", "spans", "latent_passes"), [(1, (), 0), (3, (), 0), (2, (4, 2), 0), (3, (), 2)]
+    ("passes", "options"),
+    [
+        (1, {}),
+        (3, {}),
+        (2, {"spans": (4, 2)}),
+        (3, {"latent_passes": 2}),
+        (1, NUMBERS),
+        (3, {**NUMBERS, "latent_passes": 2}),
+    ],
 )
 @pytest.mark.parametrize("prompted", [False, True])
-def test_chunks_and_resume_points_do_not_change_a_sample(passes, spans, latent_passes, prompted):
-    model = any_part(spans=spans, latent_passes=latent_passes)
+def test_chunks_and_resume_points_do_not_change_a_sample(passes, options, prompted):
+    model = any_part(**options)
     options = {"passes": passes, "seed": 5}
     start = {"prompt": random_case(4, rows=2, length=6)[0]} if prompted else {"num": 2}
     whole = vssm.generate(model, length=11, **start, **options)
@@ -150,8 +175,9 @@ def test_chunks_and_resume_points_do_not_change_a_sample(passes, spans, latent_p
         assert torch.equal(whole.z, torch.cat([first.z, rest.z], 1))
 
 
-def test_a_prompt_is_the_prefix_of_fill():
-    model = any_part()
+@pytest.mark.parametrize("options", [{}, NUMBERS], ids=str)
+def test_a_prompt_is_the_prefix_of_fill(options):
+    model = any_part(**options)
     prompt = random_case(6, rows=2, length=6)[0]
     made = vssm.generate(model, prompt=prompt, length=10, seed=3)
     x = torch.cat([prompt, torch.full((2, 10, 2), torch.nan)], 1)
@@ -160,16 +186,18 @@ def test_a_prompt_is_the_prefix_of_fill():
     torch.testing.assert_close(made.x, filled[:, 6:])
 
 
-def test_observed_in_pieces_is_observed_at_once():
-    model = any_part()
+@pytest.mark.parametrize("options", [{}, NUMBERS], ids=str)
+def test_observed_in_pieces_is_observed_at_once(options):
+    model = any_part(**options)
     x = random_case(7, rows=2, length=7)[0]
     pieces = vssm.observe(model, x[:, 5:], vssm.observe(model, x[:, :5]))
     resumed = vssm.generate(model, length=6, state=pieces)
     torch.testing.assert_close(resumed.x, vssm.generate(model, prompt=x, length=6).x)
 
 
-def test_missing_cells_change_neither_terms_nor_likelihoods():
-    model = any_part()
+@pytest.mark.parametrize("options", [{}, NUMBERS], ids=str)
+def test_missing_cells_change_neither_terms_nor_likelihoods(options):
+    model = any_part(**options)
     x, there = random_case(8, rows=4, length=8)
     other = torch.where(there, x, 99.0)
     terms = [
@@ -179,12 +207,40 @@ def test_missing_cells_change_neither_terms_nor_likelihoods():
     assert torch.equal(terms[0].loss, terms[1].loss)
 
 
-@pytest.mark.parametrize("spans", [(), (4, 1), (4, 2)])
-def test_every_weight_has_a_gradient(spans):
-    model = any_part(given=1, features=3, spans=spans)
+@pytest.mark.parametrize(
+    "options", [{}, {"spans": (4, 1)}, {"spans": (4, 2)}, {"interpolate": True}], ids=str
+)
+def test_every_weight_has_a_gradient(options):
+    model = any_part(given=1, features=3, **options)
     loss = sum(vssm.objective(model, torch.rand(16, 8, 3)).loss.mean() for _ in range(3))
     loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_an_untrained_model_that_interpolates_fills_with_straight_lines():
+    sizes = {"width": 8, "layers": 1, "latents": 2, "classes": 2, "window": 6}
+    model = vssm.build(vssm.ModelConfig(features=2, known="any", interpolate=True, **sizes))
+    x = torch.full((1, 12, 2), torch.nan)
+    x[0, [1, 4, 9], 0] = torch.tensor([2.0, 5.0, -1.0])  # level beyond them, in each window
+    x[0, 7, 1] = 3.0  # nothing is known in its first window
+    made = vssm.fill(model, x)[0].T
+    lines = [[2.0, 2, 3, 4, 5, 5] + [-1] * 6, [0.0] * 6 + [3] * 6]
+    torch.testing.assert_close(made, torch.tensor(lines))
+
+
+def test_what_interpolates_needs_numbers_of_which_any_part_is_known():
+    sizes = {"features": 2, "width": 8, "layers": 1, "latents": 2, "classes": 2}
+    with pytest.raises(ValueError, match="interpolate=True needs known='any'"):
+        vssm.ModelConfig(interpolate=True, **sizes)
+    for head in ("categorical", "bernoulli", "logistic-mixture"):
+        with pytest.raises(ValueError, match=f"interpolate=True is not for head='{head}'; use ga"):
+            vssm.ModelConfig(known="any", interpolate=True, head=head, **sizes)
+    with pytest.raises(ValueError, match="interpolate is 1; it must be True or False"):
+        vssm.ModelConfig(known="any", interpolate=1, **sizes)
+    config = vssm.ModelConfig(known="any", interpolate=True, **sizes)
+    assert vssm.ModelConfig.from_dict(config.to_dict()) == config
+    older = {name: value for name, value in config.to_dict().items() if name != "interpolate"}
+    assert not vssm.ModelConfig.from_dict(older).interpolate
 
 
 def test_tokens_are_filled():

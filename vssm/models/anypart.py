@@ -16,6 +16,10 @@ Latents let entries agree that are made at once. In many passes few are, so a mo
 `latent_passes` draws none in more passes than that. Such a pass reads all unknown entries as R, and
 p(x_R | x_K) is a product over entries, of which any part can be made.
 
+With `interpolate`, the input has straight lines between the known entries of a feature, the
+evidence has what differs from them, and p(x_R | z, x_K) has its location relative to them. So a
+smooth series need not be learnt.
+
 An entry in neither K nor R is missing: it is not read and not scored. A prompt is a prefix K; a gap
 in a series, a hole in an image and the middle of a text are other sets K. Columns that are always
 known and never made (`given`: labels, prices, holidays) are in K everywhere.
@@ -44,7 +48,7 @@ from vssm.models.base import BaseModel
 from vssm.models.ladder import Rung
 from vssm.nn import Linear, MambaBlock, RMSNorm, State
 
-__all__ = ["AnyPart", "Part", "order_of_passes"]
+__all__ = ["AnyPart", "Part", "interpolate", "order_of_passes"]
 
 Draw = Callable[[int, Latents, Tensor], Tensor]
 """From a level, p(z^l) and the query R_l h to z^l: classes (B, A, Z / L), or one-hot (B, A, Z / L,
@@ -110,6 +114,42 @@ def order_of_passes(unknown: Tensor, noise: Tensor, window: int, passes: Tensor 
     return torch.where(flat, rank * parts // count, -1).view(unknown.shape)
 
 
+def interpolate(x: Tensor, known: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    """Draws straight lines through the known entries of each feature, in each window alone.
+
+    Before the first and after the last known entry a line is level; where none is known it is 0.
+
+    Arguments:
+        x: The sequences, (B, T, D), with T a multiple of the window.
+        known: Which entries are known, of the same shape.
+        window: Steps in a window.
+
+    Returns:
+        The lines, of the shape of x, and how unsure they are: log(1 + l r / (l + r)), l steps after
+        a known entry and r before the next, as of the variance of a random walk between the two.
+        Where there is no such entry, l or r is the window.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 9.0, 9.0, 4.0, 9.0]])[..., None]
+        >>> line, unsure = interpolate(x, x < 9, window=5)
+        >>> line.flatten(), (unsure.exp() - 1).flatten()
+        (tensor([1., 2., 3., 4., 4.]), tensor([0.0000, 0.6667, 0.6667, 0.0000, 0.8333]))
+    """
+    values, known = x.unflatten(1, (-1, window)), known.unflatten(1, (-1, window))
+    steps = torch.arange(window, device=x.device)[:, None]
+    first = torch.where(known, steps, -1).cummax(2).values
+    last = torch.where(known, steps, window).flip(2).cummin(2).values.flip(2)
+    left = torch.take_along_dim(values, first.clamp(min=0), 2)
+    right = torch.take_along_dim(values, last.clamp(max=window - 1), 2)
+    left, right = torch.where(first < 0, right, left), torch.where(last == window, left, right)
+    line = left + (right - left) * ((steps - first) / (last - first).clamp(min=1)).to(x.dtype)
+    after = torch.where(first < 0, window, steps - first)
+    before = torch.where(last == window, window, last - steps)
+    unsure = (after * before / (after + before).clamp(min=1)).log1p()
+    line = torch.where(known.any(2, keepdim=True), line, 0)
+    return line.flatten(1, 2), unsure.to(x.dtype).flatten(1, 2)
+
+
 class AnyPart(BaseModel):
     """Creates a vssm that conditions on any known part.
 
@@ -134,6 +174,9 @@ class AnyPart(BaseModel):
         self.last_blocks: nn.ModuleList = _blocks(trunk, last)
         self.norm: RMSNorm = RMSNorm(config.width, eps=1e-5)
         self.out: Linear = Linear(config.width, self.head.size)
+        if config.interpolate:
+            for weight in self.out.parameters():
+                nn.init.zeros_(weight)  # training starts at the lines
         self.evidence_embed: _EntryEmbedding = _EntryEmbedding(config)
         self.evidence_blocks: nn.ModuleList = _blocks(config, config.layers)
         self.evidence_norm: RMSNorm = RMSNorm(config.width, eps=1e-5)
@@ -161,7 +204,9 @@ class AnyPart(BaseModel):
         """
         blocks = _Directions(self.config.window, state)
         live = part.live[..., None]
-        h = blocks.run(self.blocks, self.embed(part.x, part.known, part.made))
+        line, *unsure = self._lines(part)
+        values = part.x if line is None else line
+        h = blocks.run(self.blocks, self.embed(values, part.known, part.made, *unsure))
         for level in range(self.config.levels):
             rung = self.rung(level)
             h = blocks.run([rung.block], h)
@@ -171,15 +216,20 @@ class AnyPart(BaseModel):
             h = h + torch.where(live, told, 0).to(h.dtype)
         h = blocks.run(self.last_blocks, h)
         position = h.shape[1] + (0 if state is None else state.position)
-        w = self.out(self.norm(h))[:, :length]
-        return self.head(w), State(blocks.after, position)
+        w = self.out(self.norm(h))
+        if line is not None:
+            w = w + F.pad(self.without_given(line), (0, self.head.size - self.head.features))
+        return self.head(w[:, :length]), State(blocks.after, position)
 
     def evidence(self, part: Part) -> tuple[Tensor, ...]:
         """Returns f_l(x_K, x_R, R), what the posterior of each level knows, L times (B, A, width).
 
         It reads the whole sequence both ways.
         """
-        h = self.evidence_embed(part.x, part.known | part.made, part.made)
+        line, *unsure = self._lines(part)
+        there = part.known | part.made
+        values = part.x if line is None else torch.where(there, part.x - line, 0)
+        h = self.evidence_embed(values, there, part.made, *unsure)
         h = self.evidence_norm(_Directions(h.shape[1], None).run(self.evidence_blocks, h))
         alone = None if self.evidence_out is None else self.evidence_out(h)
         parts = iter(() if alone is None else alone.split(self.config.width, -1))
@@ -204,6 +254,12 @@ class AnyPart(BaseModel):
         latent = passes <= (self.config.latent_passes or passes)
         made = order == s if latent else order >= s
         return Part(x, known | ((order >= 0) & (order < s)), made, latent)
+
+    def _lines(self, part: Part) -> tuple[Tensor, Tensor] | tuple[None]:
+        """Returns what `interpolate` makes of K, if the config says so."""
+        if not self.config.interpolate:
+            return (None,)
+        return interpolate(part.x, part.known, self.config.window)
 
     def without_given(self, values: Tensor) -> Tensor:
         """Returns the features of values (B, T, D) that are not given; tokens as they are."""
@@ -243,7 +299,10 @@ class _Directions:
 
 
 class _EntryEmbedding(nn.Module):
-    """Embeds the known values of a step, and which of its entries are known and to be made."""
+    """Embeds the known values of a step, and which of its entries are known and to be made.
+
+    With `interpolate`, it takes values everywhere, and how unsure their lines are.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -251,16 +310,20 @@ class _EntryEmbedding(nn.Module):
         if self.tokens:  # after the vocabulary: a token to be made, a missing token
             self.table: nn.Embedding = nn.Embedding(config.features + 2, config.width)
         else:
-            self.linear: Linear = Linear(3 * config.features, config.width)
+            parts = 4 if config.interpolate else 3
+            self.linear: Linear = Linear(parts * config.features, config.width)
 
-    def forward(self, x: Tensor, known: Tensor, made: Tensor) -> Tensor:
-        """Maps x, known and made, (B, T, D) or (B, T) each, to (B, T, width)."""
+    def forward(
+        self, x: Tensor, known: Tensor, made: Tensor, unsure: Tensor | None = None
+    ) -> Tensor:
+        """Maps inputs, (B, T, D) or (B, T) each, to (B, T, width)."""
         if self.tokens:
             made_or_missing = self.table.num_embeddings - 1 - made.long()
             e = self.table(torch.where(known, x, made_or_missing))
         else:
-            values = torch.where(known, x, 0).to(self.linear.weight.dtype)
-            e = self.linear(torch.cat([values, known.to(values), made.to(values)], -1))
+            x, *more = (torch.where(known, x, 0),) if unsure is None else (x, unsure)
+            parts = [x, known, made, *more]
+            e = self.linear(torch.cat([v.to(self.linear.weight.dtype) for v in parts], -1))
         return e.float() if torch.is_autocast_enabled(e.device.type) else e  # as in `Stack.run`
 
 
