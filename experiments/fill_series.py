@@ -21,15 +21,19 @@ the first 70 % of the rows). Test windows follow each other in the test part (4 
 | kalman | statsmodels' UnobservedComponents for each column: level, cycle of a day with four |
 | | harmonics, AR(1); fitted to the last 1,000 rows of training, then smooths each window, from a |
 | | diffuse start or, with few known entries, from the mean and covariance of states in training |
-| vssm | known="any", one model for all masks, one pass |
+| vssm | known="any" with lines between known entries (`interpolate`), for ETTh1 also between days |
+| | (`season`); the sine and cosine of the day are `given` columns, as the smoother is told the |
+| | day too; one model for all masks, one pass |
 | csdi | pypots' CSDI, with the sizes of its paper (4 layers, 64 channels, 50 diffusion steps) |
 
 A model writes its part into --work, so that a run goes on where it was stopped. The result holds
 all parts that are there.
 """
 
+import copy
 import json
 import os
+import resource
 import shlex
 import statistics
 import subprocess
@@ -50,23 +54,26 @@ import vssm
 from vssm.data.storage import write_atomically
 from vssm.runs.results import result, write_result
 
-WINDOW, SAMPLES, DAY = 96, 100, {"ETTh1": 24, "weather": 144}
+WINDOW, DAY = 96, {"ETTh1": 24, "weather": 144}
 LEVELS = np.arange(1, 10) / 10
 FEW = 24
 MASKS = ("random10", "random50", "random90", "block24")
-STRIDE = {"ETTh1": 3, "weather": 8}  # rows between two training windows
+STRIDE = {"ETTh1": 3, "weather": 8}  # rows between two training windows of CSDI
+SEASON = {"ETTh1": 24, "weather": 0}  # a day of weather is longer than a window
+GIVEN = ("day_sin", "day_cos")
 SETTINGS = (
-    "--model.known any --model.head {head} --model.width {width} --model.layers 3 "
-    "--model.window 96 --model.levels 4 --model.spans 96 24 6 1 --model.latents 4 "
-    "--model.classes 32 --train.batch 64 --train.epochs 10000 --train.learning-rate 2e-3 "
-    "--train.ema 0.995 --train.validate-every 5 --train.samples 0 --train.max-steps {steps}"
+    "--series.scale none --series.time none --series.context 95 --series.horizon 1 "
+    "--model.known any --model.window 96 --model.interpolate --model.head {head} "
+    "--model.width {width} --model.layers 2 --model.latents 1 --model.classes 32 --train.batch 32 "
+    "--train.epochs 10000 --train.validate-every 10000 --train.num-valid 64 "
+    "--train.learning-rate 2e-3 --train.ema 0.995 --train.samples 0 --train.max-steps {steps}"
 )
 
 
 class Task:
     """A data set: windows of training, and test windows with what is missing of them."""
 
-    def __init__(self, name: str, part: str = "test") -> None:
+    def __init__(self, name: str, part: str = "test", windows: int | None = None) -> None:
         folder = Path(os.environ.get("VSSM_DATA", "data")) / "timeseries"
         table = pandas.read_csv(folder / f"{name}.csv.gz", index_col=0, encoding_errors="replace")
         rows, month = table.to_numpy(float), 30 * 24
@@ -76,10 +83,20 @@ class Task:
         deviation = rows[: cuts[0]].std(0)
         rows = (rows - rows[: cuts[0]].mean(0)) / np.where(deviation > 0, deviation, 1)
         first, last = cuts[:2] if part == "validation" else cuts[1:]
+        phase = 2 * np.pi * np.arange(len(rows)) / DAY[name]
+        self.day = np.stack([np.sin(phase), np.cos(phase)], 1)
         self.name, self.rows = name, rows[: cuts[0]]
-        self.train = _windows(self.rows, STRIDE[name]).astype(np.float32)
         self.test = _windows(rows[first:last], WINDOW)
+        self.test_day = _windows(self.day[first:last], WINDOW)
+        end = -(-10 * cuts[0] // 7)  # of which series trains on the first 70 %
+        columns = [str(name) for name in table.columns]
+        whole = np.concatenate([rows, self.day], 1)[:end]
+        self.table = pandas.DataFrame(whole, columns=[*columns, *GIVEN])
         self.known = {mask: _known(mask, self.test.shape) for mask in MASKS}
+        if windows is not None:
+            places = np.linspace(0, len(self.test) - 1, windows).round().astype(int)
+            self.test, self.test_day = self.test[places], self.test_day[places]
+            self.known = {mask: known[places] for mask, known in self.known.items()}
 
     def gappy(self, mask: str) -> np.ndarray:
         """Returns the test windows with NaN where they are missing."""
@@ -112,8 +129,7 @@ def _known(mask: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def median_ms(call: Callable[[], object]) -> float:
-    """Returns the median milliseconds of three calls, after one that is not timed."""
-    call()
+    """Returns the median milliseconds of three calls."""
     times = []
     for _ in range(3):
         began = time.perf_counter()
@@ -168,30 +184,45 @@ def kalman(task: Task, _: "Options") -> dict[str, float]:
     return found
 
 
+def gaps(task: Task, mask: str) -> torch.Tensor:
+    """Returns the test windows with NaN where they are missing, and the time of day."""
+    return torch.from_numpy(np.concatenate([task.gappy(mask), task.test_day], 2)).float()
+
+
 def fill_with_vssm(task: Task, options: "Options") -> dict[str, float]:
     """Trains a vssm and scores its samples."""
     folder = options.work / f"{task.name}_vssm"
+    measured = options.work / f"{task.name}_vssm_training.json"
     if not (folder / "config.json").exists():
         options.work.mkdir(parents=True, exist_ok=True)
-        np.save(options.work / f"{task.name}.npy", task.train)
-        settings = SETTINGS.format(width=options.width, steps=options.steps, head=options.head)
-        arguments = f"arrays --arrays.path {options.work / task.name}.npy {settings} --out {folder}"
+        table = options.work / f"{task.name}.csv"
+        task.table.to_csv(table, index=False)
+        settings = SETTINGS.format_map(vars(options))
+        settings += f" --model.season {SEASON[task.name]} --series.given {' '.join(GIVEN)}"
+        arguments = f"series --series.path {table} {settings} {options.more} --out {folder}"
     else:
         arguments = f"--resume {folder}"
-    began = time.monotonic()
-    subprocess.run([sys.executable, "-m", "vssm", "train", *shlex.split(arguments)], check=True)
-    found = {"train_seconds": time.monotonic() - began}
+    if measured.exists():
+        found = json.loads(measured.read_text())
+    else:
+        began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-m", "vssm", "train", *shlex.split(arguments)], check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        found = {"train_seconds": time.monotonic() - began, "train_cpu_seconds": cpu}
+        write_atomically(measured, lambda file: file.write_text(json.dumps(found)))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     engine = vssm.Engine(vssm.load(folder).to(device))
     for mask in MASKS:
         parts = []
-        for x in torch.from_numpy(task.gappy(mask)).to(device).split(10):
-            filled = engine.fill(x, num=SAMPLES, observe="sample", passes=options.passes)
-            parts.append(np.quantile(filled.cpu().numpy(), LEVELS, axis=1))
+        for x in gaps(task, mask).to(device).split(1):
+            filled = engine.fill(x, num=options.samples, observe="sample", passes=options.passes)
+            filled = filled[..., : task.test.shape[2]].cpu().numpy()
+            parts.append(np.quantile(filled, LEVELS, axis=1))
         found[f"crps_{mask}"] = task.crps(mask, np.concatenate(parts, 1))
-    x = torch.from_numpy(task.gappy("random50")[:1]).to(device)
-    found["ms_100"] = median_ms(
-        lambda: engine.fill(x, num=SAMPLES, observe="sample", passes=options.passes).cpu()
+    x = gaps(task, "random50")[:1].to(device)
+    found[f"ms_{options.samples}"] = median_ms(
+        lambda: engine.fill(x, num=options.samples, observe="sample", passes=options.passes).cpu()
     )
     return found | {"parameters": sum(p.numel() for p in engine.model.parameters())}
 
@@ -199,10 +230,11 @@ def fill_with_vssm(task: Task, options: "Options") -> dict[str, float]:
 def csdi(task: Task, options: "Options") -> dict[str, float]:
     """Trains CSDI and scores its samples."""
     from pypots.imputation import CSDI
+    from torch.optim.optimizer import register_optimizer_step_post_hook
 
     model = CSDI(
         n_steps=WINDOW,
-        n_features=task.train.shape[2],
+        n_features=task.rows.shape[1],
         n_layers=4,
         n_heads=8,
         n_channels=64,
@@ -214,21 +246,32 @@ def csdi(task: Task, options: "Options") -> dict[str, float]:
         device="cuda" if torch.cuda.is_available() else "cpu",
         verbose=True,
     )
-    began = time.monotonic()
-    model.fit({"X": task.train})
-    found = {"train_seconds": time.monotonic() - began, "epochs": options.csdi_epochs}
+    steps = 0
+
+    def stop(*_: object) -> None:
+        nonlocal steps
+        steps += 1
+        if time.process_time() - before >= options.csdi_cpu_seconds:
+            model.best_model_dict, model.best_loss = copy.deepcopy(model.model.state_dict()), 0.0
+            raise KeyboardInterrupt  # pypots ends its training
+
+    began, before = time.monotonic(), time.process_time()
+    hook = register_optimizer_step_post_hook(stop)
+    model.fit({"X": _windows(task.rows, STRIDE[task.name]).astype(np.float32)})
+    hook.remove()
+    found = {"train_seconds": time.monotonic() - began, "train_steps": steps}
+    found["train_cpu_seconds"] = time.process_time() - before
 
     def fill(x: np.ndarray) -> np.ndarray:
-        copies = {
-            "X": np.repeat(x, SAMPLES, 0)
-        }  # samples side by side: pypots would loop over them
+        # samples side by side: pypots would loop over them
+        copies = {"X": np.repeat(x, options.samples, 0)}
         made = model.predict(copies, n_sampling_times=1)["imputation"]
-        return np.quantile(made.reshape(len(x), SAMPLES, *x.shape[1:]), LEVELS, axis=1)
+        return np.quantile(made.reshape(len(x), options.samples, *x.shape[1:]), LEVELS, axis=1)
 
     model.batch_size = 1000
     for mask in MASKS:
         found[f"crps_{mask}"] = task.crps(mask, fill(task.gappy(mask)))
-    return found | {"ms_100": median_ms(lambda: fill(task.gappy("random50")[:1]))}
+    return found | {f"ms_{options.samples}": median_ms(lambda: fill(task.gappy("random50")[:1]))}
 
 
 MODELS = {"linear": linear, "kalman": kalman, "vssm": fill_with_vssm, "csdi": csdi}
@@ -248,12 +291,16 @@ def main(
     data: Positional[Literal["ETTh1", "weather"]],
     models: tuple[str, ...] = tuple(MODELS),
     part: Literal["test", "validation"] = "test",
-    steps: int = 4000,
-    width: int = 128,
+    steps: int = 1500,
+    width: int = 64,
     head: str = "student-t",
     passes: int = 1,
+    more: str = "",
     csdi_epochs: int = 100,
     csdi_batch: int = 64,
+    csdi_cpu_seconds: float = float("inf"),
+    windows: int | None = None,
+    samples: int = 100,
     work: Path = Path("runs/fill_series"),
     out: Path | None = None,
 ) -> None:
@@ -267,13 +314,17 @@ def main(
         width: Its width.
         head: Its head.
         passes: Its passes.
+        more: More options of its training, as of `vssm train`.
         csdi_epochs: Passes of CSDI over the training windows.
         csdi_batch: Its batch.
+        csdi_cpu_seconds: Seconds of CPU time after which its training ends.
+        windows: How many windows are scored, spread evenly; all by default. For CSDI on a CPU.
+        samples: How many samples of each window are drawn.
         work: Folder for runs and parts.
         out: The result, results/fill/DATA.json by default; none is written for validation.
     """
     known = {key: value for key, value in locals().items() if key not in ("data", "models", "out")}
-    options, task = Options(**known), Task(data, part)
+    options, task = Options(**known), Task(data, part, windows)
     for name in models:
         path = work / f"{data}_{name}_{part}.json"
         if path.exists():
@@ -292,7 +343,7 @@ def main(
         if path.exists()
         for key, value in json.loads(path.read_text()).items()
     }
-    metrics |= {"windows": len(task.test), "samples": SAMPLES}
+    metrics |= {"windows": len(task.test), "samples": samples}
     config = {key: str(value) for key, value in known.items()}
     made = result(f"fill_{data}", shlex.join(["python", *sys.argv]), config, metrics)
     write_result(out or Path(f"results/fill/{data}.json"), made)

@@ -20,6 +20,7 @@ _RETIRED = (
     "estimator",
     "fsdp",
 )  # options of training in configs of earlier versions
+_LEAST = {"classes": 2, "bins": 2, "given": 0, "latent_passes": 0, "season": 0}  # of sizes; else 1
 _SIZES_BELOW = 10_000_000  # of a model: PyTorch crashes at sizes past the address space
 
 Config = TypeVar("Config")
@@ -89,6 +90,9 @@ class ModelConfig:
     interpolate: bool = False
     """With known="any" and numbers: read straight lines between the known entries of a feature, and
     predict what differs from them. For series, whose gaps are nearly straight."""
+    season: int = 0
+    """With interpolate=True: the steps of a season, such as 24 hours, a divisor of the window. The
+    model then also reads lines between entries a season apart. 0 for no season."""
     head: HeadName | Literal["auto"] = "gaussian"
     """Distribution of x_t: gaussian, gaussian-learned, student-t, bernoulli, categorical or
     logistic-mixture; in a run also auto, for the one that suits the data."""
@@ -105,7 +109,7 @@ class ModelConfig:
         check_choice("head", self.head, ("auto", *HEADS))
         for field in dataclasses.fields(self):
             if field.type is int:
-                least = {"classes": 2, "bins": 2, "given": 0, "latent_passes": 0}.get(field.name, 1)
+                least = _LEAST.get(field.name, 1)
                 value = getattr(self, field.name)
                 check_number(field.name, value, least, below=_SIZES_BELOW, whole=True)
         check_number("sigma", self.sigma, 1e-6, below=1_000_000)  # float32 divides by its square
@@ -136,7 +140,7 @@ class ModelConfig:
         if not isinstance(self.interpolate, bool):
             raise ValueError(f"interpolate is {self.interpolate!r}; it must be True or False")
         if self.known == "prefix":
-            for name in ("given", "latent_passes", "interpolate"):
+            for name in ("given", "latent_passes", "interpolate", "season"):
                 if value := getattr(self, name):
                     raise ValueError(f"{name}={value} needs known='any'")
             return
@@ -152,6 +156,13 @@ class ModelConfig:
             raise ValueError(
                 f"interpolate=True is not for head={self.head!r}; "
                 f"use {', '.join(HEADS_WITH_LOCATION)}, or interpolate=False"
+            )
+        if self.season and not self.interpolate:
+            raise ValueError(f"season={self.season} needs interpolate=True")
+        if self.season and self.window % self.season:
+            raise ValueError(
+                f"season={self.season} does not divide window={self.window}; "
+                "use a divisor of the window"
             )
         if self.given and self.head == "categorical":
             raise ValueError(f"given={self.given} is not for tokens; use given=0")

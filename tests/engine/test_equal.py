@@ -269,11 +269,11 @@ def test_a_decoded_step_equals_the_plain_one(device):
     assert relative_error(caches[1][1, :, :, :150], state.child("1")["v"]) < 1e-12
 
 
-@pytest.mark.parametrize("interpolate", [False, True])
+@pytest.mark.parametrize("lines", [{}, {"interpolate": True, "season": 2}], ids=str)
 @pytest.mark.parametrize("options", [{}, {"passes": 3}, {"num": 2, "observe": "sample"}], ids=str)
-def test_filling_equals_plain_filling(options, interpolate, device, counts):
+def test_filling_equals_plain_filling(options, lines, device, counts):
     sizes = {"known": "any", "window": 4, "levels": 2, "latents": 4, "spans": (4, 1), "given": 1}
-    model = small_model("vssm", interpolate=interpolate, **sizes).to(device)
+    model = small_model("vssm", **sizes, **lines).to(device)
     engine = Engine(model)
     for seed in range(3):
         x = torch.rand(3, 10, model.config.features, generator=torch.Generator().manual_seed(seed))

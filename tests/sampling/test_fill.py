@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import vssm
-from vssm.models.anypart import Part
+from vssm.models.anypart import Part, interpolate
 
 
 def any_part(seed=0, **options):
@@ -65,7 +65,7 @@ NUMBERS = {"head": "student-t", "interpolate": True}
         (2, {"head": "bernoulli", "spans": (4, 1)}),
         (3, {"head": "bernoulli", "spans": (2, 2)}),
         (4, NUMBERS),
-        (5, {**NUMBERS, "spans": (4, 1)}),
+        (5, {**NUMBERS, "spans": (4, 1), "season": 2}),
     ],
 )
 def test_likelihood_of_a_part_converges_to_the_sum_over_all_latents(seed, options):
@@ -157,7 +157,7 @@ def test_a_batch_split_does_not_change_a_sample(passes, options):
         (2, {"spans": (4, 2)}),
         (3, {"latent_passes": 2}),
         (1, NUMBERS),
-        (3, {**NUMBERS, "latent_passes": 2}),
+        (3, {**NUMBERS, "latent_passes": 2, "season": 2}),
     ],
 )
 @pytest.mark.parametrize("prompted", [False, True])
@@ -195,7 +195,7 @@ def test_observed_in_pieces_is_observed_at_once(options):
     torch.testing.assert_close(resumed.x, vssm.generate(model, prompt=x, length=6).x)
 
 
-@pytest.mark.parametrize("options", [{}, NUMBERS], ids=str)
+@pytest.mark.parametrize("options", [{}, NUMBERS, {**NUMBERS, "season": 2}], ids=str)
 def test_missing_cells_change_neither_terms_nor_likelihoods(options):
     model = any_part(**options)
     x, there = random_case(8, rows=4, length=8)
@@ -208,7 +208,9 @@ def test_missing_cells_change_neither_terms_nor_likelihoods(options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"spans": (4, 1)}, {"spans": (4, 2)}, {"interpolate": True}], ids=str
+    "options",
+    [{}, {"spans": (4, 1)}, {"spans": (4, 2)}, {"interpolate": True, "season": 2}],
+    ids=str,
 )
 def test_every_weight_has_a_gradient(options):
     model = any_part(given=1, features=3, **options)
@@ -228,6 +230,15 @@ def test_an_untrained_model_that_interpolates_fills_with_straight_lines():
     torch.testing.assert_close(made, torch.tensor(lines))
 
 
+def test_lines_of_a_season_go_through_the_same_step_of_each_season():
+    x = torch.tensor([[1.0, 10.0, 0.0, 0.0, 3.0, 0.0, 50.0, 0.0]])[..., None]
+    known = torch.tensor([[1, 1, 0, 0, 1, 0, 1, 0]], dtype=torch.bool)[..., None]
+    line, _ = interpolate(x, known, window=8, season=2)
+    assert line.flatten().tolist() == [1, 10, 2, 10, 3, 10, 50, 10]
+    apart, _ = interpolate(x, known, window=4, season=2, otherwise=x - 7)
+    assert apart.flatten().tolist() == [1, 10, 1, 10, 3, -7, 50, -7]
+
+
 def test_what_interpolates_needs_numbers_of_which_any_part_is_known():
     sizes = {"features": 2, "width": 8, "layers": 1, "latents": 2, "classes": 2}
     with pytest.raises(ValueError, match="interpolate=True needs known='any'"):
@@ -237,7 +248,11 @@ def test_what_interpolates_needs_numbers_of_which_any_part_is_known():
             vssm.ModelConfig(known="any", interpolate=True, head=head, **sizes)
     with pytest.raises(ValueError, match="interpolate is 1; it must be True or False"):
         vssm.ModelConfig(known="any", interpolate=1, **sizes)
-    config = vssm.ModelConfig(known="any", interpolate=True, **sizes)
+    with pytest.raises(ValueError, match="season=2 needs interpolate=True"):
+        vssm.ModelConfig(known="any", season=2, **sizes)
+    with pytest.raises(ValueError, match="season=5 does not divide window=32; use a divisor"):
+        vssm.ModelConfig(known="any", interpolate=True, season=5, **sizes)
+    config = vssm.ModelConfig(known="any", interpolate=True, season=8, **sizes)
     assert vssm.ModelConfig.from_dict(config.to_dict()) == config
     older = {name: value for name, value in config.to_dict().items() if name != "interpolate"}
     assert not vssm.ModelConfig.from_dict(older).interpolate

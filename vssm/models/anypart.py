@@ -18,7 +18,8 @@ p(x_R | x_K) is a product over entries, of which any part can be made.
 
 With `interpolate`, the input has straight lines between the known entries of a feature, the
 evidence has what differs from them, and p(x_R | z, x_K) has its location relative to them. So a
-smooth series need not be learnt.
+smooth series need not be learnt. With a `season`, the input also has lines between entries that are
+a season apart.
 
 An entry in neither K nor R is missing: it is not read and not scored. A prompt is a prefix K; a gap
 in a series, a hole in an image and the middle of a text are other sets K. Columns that are always
@@ -114,40 +115,50 @@ def order_of_passes(unknown: Tensor, noise: Tensor, window: int, passes: Tensor 
     return torch.where(flat, rank * parts // count, -1).view(unknown.shape)
 
 
-def interpolate(x: Tensor, known: Tensor, window: int) -> tuple[Tensor, Tensor]:
+def interpolate(
+    x: Tensor, known: Tensor, window: int, season: int = 1, otherwise: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Draws straight lines through the known entries of each feature, in each window alone.
 
-    Before the first and after the last known entry a line is level; where none is known it is 0.
+    Before the first and after the last known entry a line is level.
 
     Arguments:
         x: The sequences, (B, T, D), with T a multiple of the window.
         known: Which entries are known, of the same shape.
         window: Steps in a window.
+        season: P, a divisor of the window. With P > 1, every P-th step is a sequence of its own,
+            such as the same hour of all days.
+        otherwise: What a line is where none is known, of the shape of x; 0 by default.
 
     Returns:
         The lines, of the shape of x, and how unsure they are: log(1 + l r / (l + r)), l steps after
         a known entry and r before the next, as of the variance of a random walk between the two.
-        Where there is no such entry, l or r is the window.
+        Where there is no such entry, l or r is the length of the sequence.
 
     Example:
-        >>> x = torch.tensor([[1.0, 9.0, 9.0, 4.0, 9.0]])[..., None]
-        >>> line, unsure = interpolate(x, x < 9, window=5)
-        >>> line.flatten(), (unsure.exp() - 1).flatten()
-        (tensor([1., 2., 3., 4., 4.]), tensor([0.0000, 0.6667, 0.6667, 0.0000, 0.8333]))
+        >>> x = torch.tensor([[1.0, 9.0, 9.0, 4.0, 9.0, 9.0]])[..., None]
+        >>> line, unsure = interpolate(x, x < 9, window=6)
+        >>> line.flatten(), (unsure.exp() - 1).flatten()[:4]
+        (tensor([1., 2., 3., 4., 4., 4.]), tensor([0.0000, 0.6667, 0.6667, 0.0000]))
+        >>> interpolate(x, x < 9, window=6, season=3)[0].flatten()
+        tensor([1., 0., 0., 4., 0., 0.])
     """
-    values, known = x.unflatten(1, (-1, window)), known.unflatten(1, (-1, window))
-    steps = torch.arange(window, device=x.device)[:, None]
+    length = window // season
+    sequences = (-1, length, season)  # (B, windows, length, P, D)
+    values, known = x.unflatten(1, sequences), known.unflatten(1, sequences)
+    steps = torch.arange(length, device=x.device)[:, None, None]
     first = torch.where(known, steps, -1).cummax(2).values
-    last = torch.where(known, steps, window).flip(2).cummin(2).values.flip(2)
+    last = torch.where(known, steps, length).flip(2).cummin(2).values.flip(2)
     left = torch.take_along_dim(values, first.clamp(min=0), 2)
-    right = torch.take_along_dim(values, last.clamp(max=window - 1), 2)
-    left, right = torch.where(first < 0, right, left), torch.where(last == window, left, right)
+    right = torch.take_along_dim(values, last.clamp(max=length - 1), 2)
+    left, right = torch.where(first < 0, right, left), torch.where(last == length, left, right)
     line = left + (right - left) * ((steps - first) / (last - first).clamp(min=1)).to(x.dtype)
-    after = torch.where(first < 0, window, steps - first)
-    before = torch.where(last == window, window, last - steps)
+    after = torch.where(first < 0, length, steps - first)
+    before = torch.where(last == length, length, last - steps)
     unsure = (after * before / (after + before).clamp(min=1)).log1p()
-    line = torch.where(known.any(2, keepdim=True), line, 0)
-    return line.flatten(1, 2), unsure.to(x.dtype).flatten(1, 2)
+    none = torch.zeros_like(x) if otherwise is None else otherwise
+    line = torch.where(known.any(2, keepdim=True), line, none.unflatten(1, sequences))
+    return line.flatten(1, 3), unsure.to(x.dtype).flatten(1, 3)
 
 
 class AnyPart(BaseModel):
@@ -204,9 +215,9 @@ class AnyPart(BaseModel):
         """
         blocks = _Directions(self.config.window, state)
         live = part.live[..., None]
-        line, *unsure = self._lines(part)
-        values = part.x if line is None else line
-        h = blocks.run(self.blocks, self.embed(values, part.known, part.made, *unsure))
+        lines = self._lines(part)
+        values, *more = lines or [part.x]
+        h = blocks.run(self.blocks, self.embed(values, part.known, part.made, *more))
         for level in range(self.config.levels):
             rung = self.rung(level)
             h = blocks.run([rung.block], h)
@@ -217,8 +228,8 @@ class AnyPart(BaseModel):
         h = blocks.run(self.last_blocks, h)
         position = h.shape[1] + (0 if state is None else state.position)
         w = self.out(self.norm(h))
-        if line is not None:
-            w = w + F.pad(self.without_given(line), (0, self.head.size - self.head.features))
+        if lines:
+            w = w + F.pad(self.without_given(lines[0]), (0, self.head.size - self.head.features))
         return self.head(w[:, :length]), State(blocks.after, position)
 
     def evidence(self, part: Part) -> tuple[Tensor, ...]:
@@ -226,10 +237,9 @@ class AnyPart(BaseModel):
 
         It reads the whole sequence both ways.
         """
-        line, *unsure = self._lines(part)
-        there = part.known | part.made
-        values = part.x if line is None else torch.where(there, part.x - line, 0)
-        h = self.evidence_embed(values, there, part.made, *unsure)
+        lines, there = self._lines(part), part.known | part.made
+        values = torch.where(there, part.x - lines[0], 0) if lines else part.x
+        h = self.evidence_embed(values, there, part.made, *lines[1:])
         h = self.evidence_norm(_Directions(h.shape[1], None).run(self.evidence_blocks, h))
         alone = None if self.evidence_out is None else self.evidence_out(h)
         parts = iter(() if alone is None else alone.split(self.config.width, -1))
@@ -255,11 +265,20 @@ class AnyPart(BaseModel):
         made = order == s if latent else order >= s
         return Part(x, known | ((order >= 0) & (order < s)), made, latent)
 
-    def _lines(self, part: Part) -> tuple[Tensor, Tensor] | tuple[None]:
-        """Returns what `interpolate` makes of K, if the config says so."""
+    def _lines(self, part: Part) -> list[Tensor]:
+        """Returns the lines of the known entries and what else the network reads of them.
+
+        Nothing without `interpolate`. With a `season`, lines between entries a season apart follow,
+        as what they differ by.
+        """
+        window, season = self.config.window, self.config.season
         if not self.config.interpolate:
-            return (None,)
-        return interpolate(part.x, part.known, self.config.window)
+            return []
+        line, unsure = interpolate(part.x, part.known, window)
+        if not season:
+            return [line, unsure]
+        other, unsure_of_season = interpolate(part.x, part.known, window, season, otherwise=line)
+        return [line, unsure, other - line, unsure_of_season]
 
     def without_given(self, values: Tensor) -> Tensor:
         """Returns the features of values (B, T, D) that are not given; tokens as they are."""
@@ -301,7 +320,7 @@ class _Directions:
 class _EntryEmbedding(nn.Module):
     """Embeds the known values of a step, and which of its entries are known and to be made.
 
-    With `interpolate`, it takes values everywhere, and how unsure their lines are.
+    With `interpolate`, it takes values everywhere and `more` of the lines they come from.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -310,18 +329,16 @@ class _EntryEmbedding(nn.Module):
         if self.tokens:  # after the vocabulary: a token to be made, a missing token
             self.table: nn.Embedding = nn.Embedding(config.features + 2, config.width)
         else:
-            parts = 4 if config.interpolate else 3
+            parts = 3 + config.interpolate + 2 * bool(config.season)
             self.linear: Linear = Linear(parts * config.features, config.width)
 
-    def forward(
-        self, x: Tensor, known: Tensor, made: Tensor, unsure: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, known: Tensor, made: Tensor, *more: Tensor) -> Tensor:
         """Maps inputs, (B, T, D) or (B, T) each, to (B, T, width)."""
         if self.tokens:
             made_or_missing = self.table.num_embeddings - 1 - made.long()
             e = self.table(torch.where(known, x, made_or_missing))
         else:
-            x, *more = (torch.where(known, x, 0),) if unsure is None else (x, unsure)
+            x = x if more else torch.where(known, x, 0)
             parts = [x, known, made, *more]
             e = self.linear(torch.cat([v.to(self.linear.weight.dtype) for v in parts], -1))
         return e.float() if torch.is_autocast_enabled(e.device.type) else e  # as in `Stack.run`
