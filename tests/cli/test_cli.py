@@ -522,6 +522,13 @@ def test_bad_generate_options(run_folder, tmp_path, monkeypatch, capsys):
     assert "prompt has shape (8,)" in fails(capsys, "generate", run_folder, "--prompt", "flat.npy")
     (tmp_path / "bad.safetensors").write_bytes(b"nothing")
     assert "is damaged" in fails(capsys, "generate", run_folder, "--resume", "bad.safetensors")
+    resumed = fails(capsys, "generate", run_folder, "--resume", str(tmp_path))
+    assert "is no file; give a state that was saved" in resumed
+    np.save("infinite.npy", np.full((1, 4, 8), np.inf, np.float32))
+    message = fails(capsys, "generate", run_folder, "--prompt", "infinite.npy")
+    assert "prompt contains NaN or infinite values at row 0, step 0" in message
+    message = fails(capsys, "generate", "mnist-any-small", "--num", "0")
+    assert "num is 0; it must be a whole number >= 1" in message
     assert "text" in fails(capsys, "generate", run_folder, "--out", "x.txt")
 
 
@@ -537,8 +544,16 @@ def test_weights_that_are_no_numbers_generate_nothing(capsys, run_folder, tmp_pa
 
 
 def test_a_wrong_number_is_named_without_the_words_of_the_parser(capsys):
-    line = "vssm: Error parsing --num: '1.5' is not allowed; give INT; see vssm generate --help\n"
-    assert fails(capsys, "generate", "run", "--num", "1.5") == line
+    line = "vssm: Error parsing --num: '1.5' is not allowed; give a whole number"
+    message = fails(capsys, "generate", "run", "--num", "1.5")
+    assert message == f"{line}; see vssm generate --help\n"
+    for option, text, allowed in (
+        ("--train.epochs", "1e400", "a whole number"),
+        ("--model.width", "7.5", "a whole number"),
+        ("--model.sigma", "x", "a number"),
+    ):
+        line = f"vssm: Error parsing {option}: '{text}' is not allowed; give {allowed}; see"
+        assert fails(capsys, "train", "digits", option, text).startswith(line)
 
 
 def test_where_files_go_is_checked_before_the_work(run_folder, tmp_path, monkeypatch, capsys):

@@ -110,7 +110,7 @@ def test_a_picture_of_a_class(tmp_path, monkeypatch, capsys):
         made.append(np.load("a.npy"))
     assert made[0].shape == (1, 4, 2) and not np.array_equal(*made)
     run = ["fill", "run", "--input", "hole.png", "--out", "a.png"]
-    assert "label=None is not allowed; use 0 to 2" in fails(capsys, *run)
+    assert "trained with labels; give --label 0 to 2" in fails(capsys, *run)
     assert "label=3 is not allowed; use 0 to 2" in fails(capsys, *run, "--label", "3")
 
 
@@ -160,6 +160,10 @@ def test_mistakes_give_one_line(table, capsys):
     assert "'prefix' continues sequences and can not fill gaps; train a vssm with" in prefix
     assert "input='lost.csv' is no file" in fails(capsys, *run, "lost.csv")
     assert "input='whole.csv' has no gaps; mark them" in fails(capsys, *run, "whole.csv")
+    huge = wave_table()
+    huge.loc[3, "b"] = 1e308
+    huge.to_csv("huge.csv", index=False)
+    assert "huge.csv: row 4, column 'b' is 1e+308" in fails(capsys, *run, "huge.csv")
     wave_table(5).to_csv("short.csv", index=False)
     assert "short.csv has 5 rows; a window of training has 8" in fails(capsys, *run, "short.csv")
     wave_table()[["date", "a"]].to_csv("narrow.csv", index=False)

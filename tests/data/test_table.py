@@ -259,13 +259,14 @@ def test_columns_without_names_are_numbered(tmp_path):
 @pytest.mark.parametrize(
     ("content", "parts"),
     [
-        ("", ("cannot be read",)),
-        ("\n\n", ("cannot be read",)),
+        ("", ("cannot be read: it is empty",)),
+        ("\n\n", ("cannot be read: it is empty",)),
         ("a,b\n", ("no rows",)),
         ("a,b\nx,y\n", ("no column of numbers",)),
         ("date\n1\n2\n", ("besides date", "--series.columns")),
         ("a,b\n1,2\n3\n", ("row 2", "'b'", "missing")),
-        ("a,b\n1,2\n3,4,5\n", ("cannot be read", "line 3")),
+        ("a,b\n1,2\n3,4,5\n", ("cannot be read: Expected 2 fields in line 3, saw 3",)),
+        ("a,b\n1,2\n3,-1e308\n", ("row 2", "'b'", "-1e+308", "use numbers up to 1e+30")),
         ("a,b\n1,2,3\n3,4,5\n", ("cannot be read", "header")),
         ("a,b\n1,2\n3,oops\n", ("row 2", "'b'", "'oops' is not a number")),
         ("a\n" + "1\n" * 150, ("150 rows", "105", "96 + 96 = 192")),

@@ -58,7 +58,7 @@ def test_data_meta_is_read_and_damage_is_named(unbroken, tmp_path):
     for text, message in (
         ("{", "config.json' is damaged: "),
         ("[" * 10**5, "config.json' is damaged: "),
-        ("[]", "config.json' is damaged: it is not a JSON object$"),
+        ("[]", "config.json' is damaged: it is not a JSON object; restore it from a copy$"),
         ('{"data_meta": [3]}', "^data_meta does not fit this version: "),
         ('{"data_meta": {}}', "^data_meta does not fit this version: .*'name'"),
     ):

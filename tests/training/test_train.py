@@ -329,6 +329,7 @@ def test_ten_in_a_row_stop_the_run(term, log_every, tmp_path, monkeypatch):
     poison(monkeypatch, set(range(4, 100)), term)
     config = tiny("tvae", epochs=8, log_every=log_every)
     reason = f"step 13: {term} is not finite, for the tenth step in a row"
+    reason += "; lower learning_rate, or look for extreme values in the data"
     message = rf"^{reason}; last good checkpoint: '(.*)'$"
     with pytest.raises(TrainingStopped, match=message) as error:
         run(config, tmp_path / "run")
@@ -749,7 +750,8 @@ def test_steps_after_the_tenth_bad_one_do_not_change_what_is_said():
     for _ in range(13):
         tally.add(torch.tensor([math.nan, 0.0, math.nan, 0.0, 0.0]), bad)
     with pytest.raises(
-        TrainingStopped, match=r"^step 10: kl is not finite, for the tenth step in a row$"
+        TrainingStopped,
+        match=r"^step 10: kl is not finite, for the tenth step in a row; lower learning_rate",
     ):
         tally.fetch()
 

@@ -21,6 +21,14 @@ __all__ = ["box_as_line", "report_mistakes", "report_sigterm", "report_warnings"
 # On a CPU, on a GPU, and for a tensor with more bytes than an address can have.
 _NO_MEMORY = "can't allocate memory|out of memory|Storage size calculation overflowed"
 
+# What tyro and Python say of a text that is no number, in the words of a user.
+_PLAIN = {
+    r"invalid literal for int\(\) with base 10: (.*)": r"\1 is not allowed; give INT",
+    r"could not convert string to float: (.*)": r"\1 is not allowed; give FLOAT",
+    r"give INT$": "give a whole number",
+    r"give FLOAT$": "give a number",
+}
+
 
 @contextlib.contextmanager
 def report_mistakes() -> Iterator[None]:
@@ -77,6 +85,8 @@ def box_as_line(box: str, command: str) -> str:
     # For an option that may be left out, tyro also says why the value is not None.
     union = r"no type matching \{None\}\|(?:\{\[)?(\w+).*? instantiated from \[(.*?)\]\..*"
     message = re.sub(union, r"\2 is not allowed; give \1", message).removesuffix(".")
+    for pattern, plain in _PLAIN.items():
+        message = re.sub(pattern, plain, message)
     nearest = re.search(r"Perhaps you meant: (--[\w.-]+)", " ".join(rest))
     return message + (
         f" (did you mean {nearest[1]}?)" if nearest else f"; see vssm {command} --help"

@@ -108,7 +108,9 @@ class Fill:
         classes = model.config.given
         if not classes and self.label is None:
             return x
-        if self.label is None or not 0 <= self.label < classes:
+        if self.label is None:
+            raise ValueError(f"this run was trained with labels; give --label 0 to {classes - 1}")
+        if not 0 <= self.label < classes:
             allowed = f"use 0 to {classes - 1}" if classes else "this run has no labels"
             raise ValueError(f"label={self.label} is not allowed; {allowed}")
         one_hot = (torch.arange(classes) == self.label).float()

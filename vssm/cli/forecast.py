@@ -6,10 +6,12 @@ from typing import Annotated
 
 import tyro
 
+from vssm.checks import whole_number
 from vssm.cli.samples import check_files
 from vssm.forecasting.files import read_frame, write_forecast
 from vssm.forecasting.forecaster import Forecaster
 from vssm.forecasting.panel import check_quantiles
+from vssm.runs.checkpoint import check_target
 
 __all__ = ["Backtest", "Forecast"]
 
@@ -62,6 +64,9 @@ class Forecast(_SeriesOptions):
 
     def run(self) -> None:
         check_quantiles(self.quantiles)
+        whole_number("samples", self.samples, 1)
+        if self.save is not None:
+            check_target(self.save)
         source = self.source
         picture = _check_out(self.out, data=source, path=self.path, future=self.future)
         future = None if self.future is None else read_frame(self.future)
@@ -72,7 +77,11 @@ class Forecast(_SeriesOptions):
                     f"horizon={self.horizon} was {own.horizon} in training; train again"
                 )
         else:
-            own = self.forecaster(self.horizon or 24).fit(read_frame(source))
+            if self.future_columns and future is None:
+                names = ", ".join(self.future_columns)
+                raise ValueError(f"--future is missing; give a table with the dates and {names}")
+            horizon = 24 if self.horizon is None else self.horizon
+            own = self.forecaster(horizon).fit(read_frame(source))
             print(f"fit: {own.steps_} steps, {own.seconds_:.0f} s")
         if self.save is not None:
             own.save(self.save)

@@ -59,8 +59,9 @@ class Generate:
     """Where to run: auto, cpu or cuda."""
 
     def run(self) -> None:
-        if self.length is not None:
-            whole_number("length", self.length, 1)
+        for name in ("num", "length"):
+            if getattr(self, name) is not None:
+                whole_number(name, getattr(self, name), 1)
         device, folder = choose_device(self.device), find(self.run_folder)
         model, meta = load_finite(folder, device), read_meta(folder)
         text = meta is not None and meta.suggested_head == "categorical"

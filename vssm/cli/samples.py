@@ -71,9 +71,10 @@ def read_prompt(prompt: str, model: Model, meta: Meta | None) -> torch.Tensor:
             array = array.reshape(*array.shape[:2], -1)
         if array.dtype == np.uint8 and meta.levels == 256:
             array = array / np.float32(255)
-        if array.dtype.kind == "f" and (np.abs(array) > 10).any():  # most likely 0 to 255
+        finite = array[np.isfinite(array)]
+        if array.dtype.kind == "f" and (np.abs(finite) > 10).any():  # most likely 0 to 255
             raise ValueError(
-                f"prompt={prompt!r} holds values up to {array.max():g}, but pixels of this model "
+                f"prompt={prompt!r} holds values up to {finite.max():g}, but pixels of this model "
                 "lie from 0 to 1; divide them by 255, or give uint8"
             )
     if array.dtype.kind != "f":

@@ -27,7 +27,15 @@ from vssm.data.config import DataConfig
 from vssm.data.dataset import Data, Device, Index, Split
 from vssm.data.files import locate_own
 from vssm.data.meta import Meta
-from vssm.data.table import Table, filled, find_columns, read_table, uneven_dates, usual_columns
+from vssm.data.table import (
+    Table,
+    check_size,
+    filled,
+    find_columns,
+    read_table,
+    uneven_dates,
+    usual_columns,
+)
 
 _CYCLES = {"day": 86_400, "week": 604_800, "year": 31_556_952}  # seconds
 _LEAST_SPREAD = 0.1  # least deviation of a window, relative to its column: it may be constant
@@ -219,6 +227,7 @@ class TableWindows:
     def __init__(self, table: Table, meta: Meta) -> None:
         assert meta.columns is not None
         columns = find_columns(table, meta.columns + meta.given_columns)
+        check_size(table, columns)
         values = np.where(np.isfinite(table.values), table.values, np.nan)[:, columns]
         self.values = values[:, : len(meta.columns)]
         num, self._size, self._meta = len(values), meta.length, meta

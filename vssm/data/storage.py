@@ -23,6 +23,7 @@ __all__ = ["check_checksum", "flush", "is_device", "read_object", "read_tensors"
 __all__ += ["why_read_only", "with_checksum", "write_atomically", "write_tensors"]
 
 _CHECKSUM = "crc32"  # its key in the metadata of a safetensors file
+_ADVICE = "restore it from a copy"
 
 
 def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
@@ -77,7 +78,7 @@ def read_object(path: Path, text: str | None = None) -> dict[str, Any]:
         if not isinstance(values, dict):
             raise ValueError("it is not a JSON object")
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{str(path)!r} is damaged: {error}") from None
+        raise ValueError(f"{str(path)!r} is damaged: {error}; {_ADVICE}") from None
     return values
 
 
@@ -96,7 +97,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             metadata = file.metadata() or {}
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{str(path)!r} is damaged: {error}") from None
+        raise ValueError(f"{str(path)!r} is damaged: {error}; {_ADVICE}") from None
     check_checksum(repr(str(path)), tensors, metadata)
     return tensors, metadata
 
@@ -111,7 +112,7 @@ def check_checksum(name: str, tensors: Mapping[str, Tensor], metadata: Mapping[s
     rest = dict(metadata)
     found = rest.pop(_CHECKSUM, None)
     if found is not None and found != _checksum(tensors, rest):
-        raise ValueError(f"{name} is damaged: it differs from its checksum")
+        raise ValueError(f"{name} is damaged: it differs from its checksum; {_ADVICE}")
 
 
 def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:

@@ -21,11 +21,13 @@ import numpy as np
 from vssm.checks import name_allowed
 from vssm.data.files import read_bytes, read_numpy
 
-__all__ = ["Table", "exact_numbers", "filled", "find_columns", "read_table", "uneven_dates"]
-__all__ += ["usual_columns", "usual_step"]
+__all__ = ["LARGEST", "Table", "check_size", "exact_numbers", "filled", "find_columns"]
+__all__ += ["read_table", "uneven_dates", "usual_columns", "usual_step"]
 
 Frame = Any  # a pandas.DataFrame
 Column = Any  # a pandas.Series
+
+LARGEST = 1e30  # number in a table: models compute in float32
 
 _TIME_NAMES = {"", "date", "datetime", "time", "timestamp", "index"}
 _GAP = 1.5  # steps; two dates that are further apart have a gap between them
@@ -101,7 +103,8 @@ def _read_frame(path: Path) -> Frame:
             warnings.simplefilter("error", pandas.errors.ParserWarning)
             return _read_csv(content)
     except (OSError, ValueError, pandas.errors.ParserWarning) as error:
-        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+        reason = " ".join(str(error).split()).removeprefix("Error tokenizing data. C error: ")
+        raise ValueError(f"{path} cannot be read: {reason}") from None
 
 
 def _read_csv(content: bytes) -> Frame:
@@ -110,6 +113,8 @@ def _read_csv(content: bytes) -> Frame:
     if b"\0" in content:
         raise ValueError("it has zero bytes, as UTF-16 has; save the file as UTF-8")
     text = content.decode("utf-8-sig", errors="replace").lstrip("\r\n")
+    if not text.strip():
+        raise ValueError("it is empty; expected a line of names and rows of numbers")
     # A comma beside another separator is a decimal comma or part of a name.
     first = re.sub('"[^"]*"', "", text.partition("\n")[0])
     separator = next((mark for mark in "\t;" if mark in first), ",")
@@ -230,6 +235,16 @@ def usual_columns(table: Table, given: Sequence[int]) -> list[int]:
     return index
 
 
+def check_size(table: Table, index: Sequence[int]) -> None:
+    """Raises for a number that is too large to compute with."""
+    size = np.abs(table.values[:, index])
+    for row, column in np.argwhere((size > LARGEST) & (size < np.inf)):
+        raise ValueError(
+            f"{table.path}: row {row + 1}, column {table.names[index[column]]!r} is"
+            f" {table.values[row, index[column]]:g}; use numbers up to {LARGEST:g}"
+        )
+
+
 def filled(
     table: Table, index: Sequence[int], fill: str | None, missing: bool = False
 ) -> np.ndarray:
@@ -241,6 +256,7 @@ def filled(
 
     values = table.values[:, index]
     known = np.isfinite(values)
+    check_size(table, index)
     if fill is None and not known.all() and not missing:
         row, column = np.argwhere(~known)[0]
         raise ValueError(

@@ -46,7 +46,8 @@ def open_text(config: DataConfig) -> Data:
         if len(own) < options.length:
             raise ValueError(
                 f"{path} has {len(tokens)} tokens, {len(own)} of them for {part},"
-                f" fewer than one sequence of text.length = {options.length}"
+                f" fewer than one sequence of text.length = {options.length}; use a"
+                " longer text or a smaller text.length"
             )
     meta = Meta(
         name="text",

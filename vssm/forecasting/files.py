@@ -25,7 +25,10 @@ def read_frame(path: str | Path) -> Any:  # noqa: ANN401
         separator = max(",;\t", key=str(first).count)
         return pandas.read_csv(path, sep=separator)
     except (ValueError, ImportError) as error:  # pandas's own errors are ValueErrors
-        raise ValueError(f"{str(path)!r} is no table: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0].removeprefix("Error tokenizing data. C error: ")
+        raise ValueError(
+            f"{str(path)!r} is no table: {reason}; give a CSV or Parquet file with names first"
+        ) from None
 
 
 def write_forecast(table: Any, path: str | Path) -> None:  # noqa: ANN401

@@ -179,6 +179,12 @@ class Forecaster:
     def _fit(self, panel: Panel) -> "Forecaster":
         began = time.monotonic()
         sizes = self.horizon, self.season, self.patch, self.context
+        longest = max(len(one.y) for one in panel.series)
+        if self.horizon > longest:
+            raise ValueError(
+                f"horizon={self.horizon} is more than the rows of any series (at most {longest});"
+                " give a shorter horizon or a longer history"
+            )
         layout = choose_layout(panel, *sizes, self.transform)
         for one in panel.series:
             if len(one.y) < 2 * layout.season:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vssm.checks import check_type, shown
-from vssm.data.table import usual_step
+from vssm.checks import check_type, plain_number, shown
+from vssm.data.table import LARGEST, usual_step
 
 if TYPE_CHECKING:
     import pandas
@@ -222,14 +222,16 @@ def _numbers(table: "pandas.DataFrame", name: str, wide: bool) -> Any:  # noqa: 
     cells = table[name]
     numbers: Any = pandas.to_numeric(cells, errors="coerce")
     numbers = numbers.astype(np.float64)
-    wrong = (numbers.isna() & cells.notna()) | np.isinf(numbers)
+    wrong = (numbers.isna() & cells.notna()) | (numbers.abs() > LARGEST)
     if wrong.any():
         k = int(wrong.to_numpy().argmax())
-        id, what = table["unique_id"].iloc[k], "infinite" if np.isinf(numbers.iloc[k]) else "text"
+        id, what = table["unique_id"].iloc[k], "text"
+        if numbers.notna().iloc[k]:
+            what = "infinite" if np.isinf(numbers.iloc[k]) else f"more than {LARGEST:g}"
         column = id if wide and name == "y" else name
         raise ValueError(
             f"series {id!r}, column {column!r}, row {table['row'].iloc[k]}"
-            f" ({table['ds'].iloc[k]}) is {shown(cells.iloc[k])}, which is {what};"
+            f" ({table['ds'].iloc[k]}) is {shown(plain_number(cells.iloc[k]))}, which is {what};"
             " give numbers, and nothing (NaN) where one is missing"
         )
     return numbers

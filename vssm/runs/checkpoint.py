@@ -17,7 +17,7 @@ from vssm.nn import join_weights
 from vssm.runs import pretrained
 from vssm.runs.config import SavedConfig
 
-__all__ = ["load", "load_finite", "save"]
+__all__ = ["check_target", "load", "load_finite", "save"]
 
 _METADATA = "vssm"  # the key of the config in the metadata of the weights
 
@@ -46,13 +46,8 @@ def save(model: Model, folder: str | Path) -> None:
     tensors = {
         name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()
     }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise ValueError(
-            f"folder={str(folder)!r} is a file or lies below one; use a folder, or a new name"
-        ) from None
-    _check_replaceable(folder)
+    check_target(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     values = {"format": FORMAT, "model": model.config.to_dict()}
     config = SavedConfig(folder / "config.json", values)
     write_tensors(folder / "weights.safetensors", tensors, {_METADATA: config.text()})
@@ -134,8 +129,14 @@ def _find(folder: str | Path) -> Path:
     return found
 
 
-def _check_replaceable(folder: Path) -> None:
-    """Raises if saving a model would overwrite a run, or the config.json of another program."""
+def check_target(folder: Path) -> None:
+    """Raises if a model can not be saved there: where a file is, or over a run, or over the
+    config.json of another program."""
+    there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), folder)
+    if not there.is_dir():
+        raise ValueError(
+            f"folder={str(folder)!r} is a file or lies below one; use a folder, or a new name"
+        )
     try:
         values = read_object(folder / "config.json")
     except (OSError, ValueError):  # it is absent or damaged

@@ -292,7 +292,8 @@ class Tally:
             bad = [n for n, v in zip(self.names, culprit, strict=True) if not math.isfinite(v)]
             term = (*bad[1:], *bad)[0]  # a part of the loss says more than the loss
             raise TrainingStopped(
-                f"step {stopped:.0f}: {term} is not finite, for the tenth step in a row"
+                f"step {stopped:.0f}: {term} is not finite, for the tenth step in a row;"
+                " lower learning_rate, or look for extreme values in the data"
             )
         self.sums.zero_()
         self.taken.zero_()
