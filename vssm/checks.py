@@ -99,7 +99,7 @@ def shown(value: object) -> str:
     >>> shown(torch.zeros(2, 2))
     'tensor([[0., 0.], [0., 0.]])'
     """
-    return " ".join(repr(value).split())[:200]
+    return " ".join(repr(plain_number(value)).split())[:200]
 
 
 def printable(text: str) -> str:

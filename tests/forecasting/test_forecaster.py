@@ -254,6 +254,8 @@ def test_series_that_grow_are_read_as_logarithms():
         (weeks().assign(b=np.nan), {}, "'b' has no value"),
         (weeks(), {"kind": "lstm"}, "kind='lstm'"),
         (weeks(), {"horizon": 0}, "horizon is 0"),
+        (weeks(), {"context": 10_000}, "context is 10000, and the longest series has 70 rows"),
+        (weeks(), {"patch": 71}, "patch is 71, .* give patch=70 or less"),
         (weeks(), {"freq": "soon"}, "freq='soon'"),
         (weeks(), {"transform": "sqrt"}, "transform='sqrt'"),
         (weeks(), {"future_columns": ["promo"]}, "no column 'promo'"),
@@ -271,6 +273,8 @@ def test_predict_names_the_mistake(fitted):
     for call, message in [
         (lambda: vssm.Forecaster().predict(), "call fit"),
         (lambda: fitted.predict(quantiles=(0.1, 1.5)), "from 0 to 1"),
+        (lambda: fitted.predict(quantiles=("low",)), "quantiles has 'low'"),
+        (lambda: fitted.predict(quantiles=0.5), "quantiles is a float; it must be a list"),
         (lambda: fitted.predict(samples=0), "samples is 0"),
         (lambda: fitted.predict(weeks().assign(a=np.nan)), "'a' has no value"),
         (lambda: fitted.predict(future=weeks()), "no future_columns"),

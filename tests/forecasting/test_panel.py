@@ -69,7 +69,25 @@ def changed(name, value, row=3):
         (changed("ds", pandas.Timestamp("2024-01-04 07:00")), "'b', row 3: .*07:00.*'D'"),
         (changed("ds", "soon"), "'b', row 3: the date is 'soon'"),
         (changed("y", "many"), r"'b', column 'y', row 3 \(2024-01-04.* 'many', which is text"),
-        (changed("y", np.inf), r"'b', column 'y', row 3 .* inf, which is infinite"),
+        (changed("y", np.inf), r"'b', column 'y', row 3 .* is inf, which is infinite"),
+        (
+            changed("y", 1e200),
+            r"'b', column 'y', row 3 \(2024-01-04\) is 1e\+200, .* more than 1e\+30",
+        ),
+        (changed("unique_id", 7).assign(y=np.inf), "'b', column 'y', row 0"),
+        (long_table(ids=(3, 4)).assign(y=np.inf), "series 3, column 'y', row 0"),
+        (long_table().rename(columns={"y": "sales"}), "no values; name the column of values y"),
+        (
+            long_table().rename(columns={"unique_id": "shop", "ds": "date"}),
+            "column 'shop', row 0 .* 'b', which is text; drop it, or name the columns of a long",
+        ),
+        (long_table().assign(made=long_table()["ds"]), "column 'made', row 0 .*2024-01-01.* text"),
+        (
+            long_table().assign(ds=[f"2024-01-0{k % 6 + 1}T00:00+0{k % 2}:00" for k in range(12)]),
+            "several offsets from UTC",
+        ),
+        (pandas.concat([long_table()[["ds", "y"]], long_table()[["y"]]], axis=1), "two columns"),
+        (pandas.concat({"x": long_table(), "z": long_table()}, axis=1), "columns have 2 levels"),
         (changed("unique_id", None), "row 3 has no unique_id"),
         (changed("y", None).assign(price="cheap"), "'b', column 'price', row 0 .*'cheap'.* text"),
         (long_table().drop(columns="ds"), "no dates"),
@@ -82,6 +100,30 @@ def test_a_mistake_is_named_in_one_line(table, message):
     with pytest.raises(ValueError, match=message) as error:
         read_panel(table)
     assert "\n" not in str(error.value)
+
+
+def test_a_covariate_is_not_the_series_itself():
+    with pytest.raises(ValueError, match="'y' is the series itself"):
+        read_panel(long_table(), future=["y"])
+
+
+def test_other_forms_of_the_same_table_are_read():
+    long = long_table()
+    one = long[long["unique_id"] == "b"].drop(columns="unique_id")
+    categories = pandas.Categorical(long["unique_id"], categories=["a", "b", "closed"])
+    for table, ids in [
+        (long.set_index(["unique_id", "ds"]), ["b", "a"]),
+        (long.set_index("ds"), ["b", "a"]),
+        (long.assign(unique_id=categories), ["b", "a"]),
+        (long.assign(ds=long["ds"].dt.to_period("D")), ["b", "a"]),
+        (long.reset_index(names="Unnamed: 0"), ["b", "a"]),  # from a file with its index
+        (one.rename(columns={"ds": "date"}), ["y"]),
+        (long.assign(row=np.arange(12.0)), ["b", "a"]),
+    ]:
+        panel = read_panel(table)
+        assert panel.ids == ids and panel.step == "D"
+        assert panel.series[0].y.tolist() == [1, 2, 3, 4, 5, 6]
+        assert panel.columns.past == (("row",) if "row" in table else ())
 
 
 def test_a_wide_column_that_turned_to_text_is_named():
@@ -99,15 +141,17 @@ def test_future_covariates_must_cover_the_horizon():
     panel = read_panel(table, future=["promo"])
     days = pandas.date_range("2024-01-07", periods=3, freq="D")
     shared = pandas.DataFrame({"ds": days, "promo": [1.0, 2, 3]})
-    for future in (shared, shared.set_index("ds")):
+    for future in (shared, shared.set_index("ds"), shared.set_index("ds").rename_axis("date")):
         assert [one[:, 0].tolist() for one in read_ahead(panel, 3, future)] == [[1, 2, 3]] * 2
     both = pandas.concat([shared.assign(unique_id=id) for id in "ab"])
     assert len(read_ahead(panel, 2, both)) == 2
+    assert len(read_ahead(panel, 2, both.set_index(["unique_id", "ds"]))) == 2
     for future, message in [
         (None, "future is missing.*promo"),
         ([1.0, 2, 3], "future is a list"),
         (shared.assign(unique_id="c"), "future of series 'b' has no 'promo' on 2024-01-07"),
-        (shared.assign(promo=["1", "?", "1"]), "column 'promo', row 1 .*'\\?'.* text"),
+        (shared.rename(columns={"promo": "p"}), "future: the table has no column 'promo'"),
+        (shared.assign(promo=["1", "?", "1"]), "future: .*column 'promo', row 1 .*'\\?'.* text"),
         (shared.assign(promo=[1.0, np.inf, 3]), "column 'promo', row 1 .* infinite"),
         (both.iloc[[0, 0, 1, 2]], "'a' has the date .* twice, in rows 0 and 1"),
         (shared.iloc[:2], "'b' has no 'promo' on 2024-01-09"),

@@ -26,6 +26,7 @@ from vssm.checks import (
     check_path,
     check_type,
     choose_device,
+    shown,
     whole_number,
 )
 from vssm.config import KINDS
@@ -40,6 +41,7 @@ from vssm.forecasting.panel import (
     Panel,
     Series,
     check_quantiles,
+    day,
     forecast_table,
     read_ahead,
     read_panel,
@@ -180,16 +182,17 @@ class Forecaster:
         began = time.monotonic()
         sizes = self.horizon, self.season, self.patch, self.context
         longest = max(len(one.y) for one in panel.series)
-        if self.horizon > longest:
-            raise ValueError(
-                f"horizon={self.horizon} is more than the rows of any series (at most {longest});"
-                " give a shorter horizon or a longer history"
-            )
+        for name in ("horizon", "patch", "context"):
+            if (getattr(self, name) or 1) > longest:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, and the longest series has {longest} rows;"
+                    f" give {name}={longest} or less"
+                )
         layout = choose_layout(panel, *sizes, self.transform)
         for one in panel.series:
             if len(one.y) < 2 * layout.season:
                 raise ValueError(
-                    f"series {one.id!r} has {len(one.y)} rows, less than two seasons of"
+                    f"series {shown(one.id)} has {len(one.y)} rows, less than two seasons of"
                     f" {layout.season}; drop it, or give season=1"
                 )
         _check_values(panel, layout)
@@ -358,8 +361,8 @@ class Forecaster:
         for one in panel.series:
             if len(one.y) < test + self.horizon:
                 raise ValueError(
-                    f"series {one.id!r} has {len(one.y)} rows, too few for {windows} windows of"
-                    f" {self.horizon}; give fewer windows"
+                    f"series {shown(one.id)} has {len(one.y)} rows, too few for {windows}"
+                    f" windows of {self.horizon}; give fewer windows"
                 )
             older.append(one.before(len(one.y) - test))
         self._fit(replace(panel, series=tuple(older)))
@@ -556,10 +559,10 @@ def _check_values(panel: Panel, layout: Layout) -> None:
     for one in panel.series:
         there = one.y[np.isfinite(one.y)]
         if not len(there):
-            raise ValueError(f"series {one.id!r} has no value; drop it")
+            raise ValueError(f"series {shown(one.id)} has no value; drop it")
         if layout.log and not (there > 0).all():
             k = int((one.y <= 0).argmax())
             raise ValueError(
-                f"series {one.id!r} is {one.y[k]:g} on {one.dates[k]}, and this forecaster reads"
-                " logarithms; give transform='none' before fit"
+                f"series {shown(one.id)} is {one.y[k]:g} on {day(one.dates[k])}, and this"
+                " forecaster reads logarithms; give transform='none' before fit"
             )

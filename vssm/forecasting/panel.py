@@ -11,21 +11,24 @@ static: one number for each series.
 Legend: a series has N dates; F covariates known in the future, then those of the past.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vssm.checks import check_type, plain_number, shown
+from vssm.checks import check_type, shown
 from vssm.data.table import LARGEST, usual_step
 
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Columns", "Panel", "Series", "check_quantiles", "forecast_table"]
+__all__ = ["Columns", "Panel", "Series", "check_quantiles", "day", "forecast_table"]
 __all__ += ["read_ahead", "read_panel"]
 
+_OWN = ("unique_id", "ds", "y")
+_COUNTED = ("", "Unnamed: 0")  # the index of rows, where pandas wrote it to a file
 _TIME_NAMES = ("ds", "date", "datetime", "time", "timestamp", "index")
 
 
@@ -124,17 +127,14 @@ def read_panel(
     import pandas
 
     check_type("df", df, pandas.DataFrame, "a pandas DataFrame")
-    if not len(df):
-        raise ValueError("the table has no rows; give one row for each date")
     named = (*future, *(past or ()), *(static or ()))
+    df = _without_named_index(df)
+    _check_columns(df, named)
+    counted = [c for c in df.columns if c in _COUNTED and df[c].dtype.kind == "i"]
+    df = df.drop(columns=counted)
     table, wide = _as_long(df, named)
-    for name in named:
-        if name not in table.columns:
-            raise ValueError(
-                f"the table has no column {name!r}; it has {', '.join(map(str, df.columns))}"
-            )
     table["ds"] = _dates(table)
-    others = [c for c in table.columns if c not in ("unique_id", "ds", "y", "row")]
+    others = [c for c in table.columns if c not in _OWN]
     if past is not None and static is not None:  # other columns are not read
         others = list(named)
     for name in ("y", *others):
@@ -143,10 +143,10 @@ def read_panel(
     if (twice := table.duplicated(["unique_id", "ds"])).any():
         one = table[twice].iloc[0]
         same = (table["unique_id"] == one["unique_id"]) & (table["ds"] == one["ds"])
-        first, second, *_ = table["row"][same]
+        first, second, *_ = table.index[same]
         raise ValueError(
-            f"series {one['unique_id']!r} has the date {one['ds']} twice, in rows {first} and"
-            f" {second}; keep one of them"
+            f"series {shown(one['unique_id'])} has the date {day(one['ds'])} twice, in rows"
+            f" {first} and {second}; keep one of them"
         )
     groups = {id: rows.sort_values("ds") for id, rows in table.groupby("unique_id", sort=False)}
     step = _step(groups, freq)
@@ -154,25 +154,56 @@ def read_panel(
     return Panel(series, step, columns, wide)
 
 
+def _without_named_index(df: "pandas.DataFrame") -> "pandas.DataFrame":
+    return df.reset_index() if any(name in _OWN for name in df.index.names) else df
+
+
+def _check_columns(df: "pandas.DataFrame", named: tuple[str, ...]) -> None:
+    """Raises unless a table has rows, and each column that is named once."""
+    if not len(df):
+        raise ValueError("the table has no rows; give one row for each date")
+    if df.columns.nlevels > 1:
+        raise ValueError(
+            f"the columns have {df.columns.nlevels} levels, such as {df.columns[-1]}; give each"
+            " series one name"
+        )
+    if (twice := df.columns.duplicated()).any():
+        name = df.columns[twice][0]
+        raise ValueError(f"the table has two columns called {name!r}; rename one of them")
+    for name, what in {"ds": "dates", "y": "values"}.items():
+        if "unique_id" in df.columns and name not in df.columns:
+            raise ValueError(
+                f"the table has a column unique_id and no {what}; name the column of {what} {name}"
+            )
+    for name in named:
+        if name in _OWN:
+            raise ValueError(f"{name!r} is the series itself, and can not be a covariate too")
+        if name not in df.columns:
+            raise ValueError(
+                f"the table has no column {name!r}; it has {', '.join(map(str, df.columns))}"
+            )
+
+
 def _as_long(df: "pandas.DataFrame", named: tuple[str, ...]) -> tuple["pandas.DataFrame", bool]:
-    """Returns a long table with the number of each row, and whether `df` was wide."""
+    """Returns a long table, indexed by the rows of `df`, and whether `df` was wide."""
+    import pandas
+
     if {"ds", "y"} <= set(df.columns):
         table = df.reset_index(drop=True)
-        table.insert(0, "row", np.arange(len(df)))
         if "unique_id" not in df.columns:
-            table["unique_id"] = "y"
+            return table.assign(unique_id="y"), False
         nameless = table["unique_id"].isna().to_numpy()
         if nameless.any():
             k = int(nameless.argmax())
             raise ValueError(f"row {k} has no unique_id; give each row the name of its series")
-        return table, False
+        return table.astype({"unique_id": object}), False  # not categories without rows
     dates, table = _wide_dates(df)
     names = [c for c in table.columns if c not in named]
     if not names:
         raise ValueError("the table has dates and no series; give one column for each series")
-    table = table.assign(ds=dates, row=np.arange(len(df)))
-    keep = ["ds", "row", *(c for c in named if c in table.columns)]
-    return table.melt(keep, names, "unique_id", "y"), True
+    covariates = table[[c for c in named if c in table.columns]]
+    parts = [covariates.assign(unique_id=name, ds=dates, y=table[name]) for name in names]
+    return pandas.concat(parts), True
 
 
 def _wide_dates(df: "pandas.DataFrame") -> tuple[Any, "pandas.DataFrame"]:
@@ -205,12 +236,22 @@ def _dates(table: "pandas.DataFrame") -> Any:  # noqa: ANN401
     cells = table["ds"]
     if pandas.api.types.is_numeric_dtype(cells):
         raise ValueError("column 'ds' has numbers; give dates, such as 2024-05-01 13:00")
-    dates = pandas.to_datetime(cells, errors="coerce", format="ISO8601")
+    if isinstance(cells.dtype, pandas.PeriodDtype):
+        return cells.dt.to_timestamp()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FutureWarning)  # of pandas 2; pandas 3 raises
+            dates: Any = pandas.to_datetime(cells, errors="coerce", format="ISO8601")
+    except (ValueError, FutureWarning):
+        raise ValueError(
+            "the dates have several offsets from UTC; convert them with"
+            " pandas.to_datetime(dates, utc=True)"
+        ) from None
     if dates.isna().any():
         k = int(dates.isna().to_numpy().argmax())
         given = "missing" if cells.isna().iloc[k] else shown(cells.iloc[k])
         raise ValueError(
-            f"series {table['unique_id'].iloc[k]!r}, row {table['row'].iloc[k]}: the date is"
+            f"series {shown(table['unique_id'].iloc[k])}, row {table.index[k]}: the date is"
             f" {given}; give dates such as 2024-05-01 13:00"
         )
     return dates
@@ -220,21 +261,30 @@ def _numbers(table: "pandas.DataFrame", name: str, wide: bool) -> Any:  # noqa: 
     import pandas
 
     cells = table[name]
+    cells = cells.astype(str) if cells.dtype.kind == "M" else cells  # dates are no numbers
     numbers: Any = pandas.to_numeric(cells, errors="coerce")
     numbers = numbers.astype(np.float64)
     wrong = (numbers.isna() & cells.notna()) | (numbers.abs() > LARGEST)
     if wrong.any():
         k = int(wrong.to_numpy().argmax())
-        id, what = table["unique_id"].iloc[k], "text"
-        if numbers.notna().iloc[k]:
-            what = "infinite" if np.isinf(numbers.iloc[k]) else f"more than {LARGEST:g}"
+        id, cell, number = table["unique_id"].iloc[k], cells.iloc[k], numbers.iloc[k]
+        given = shown(cell) if isinstance(cell, str) else str(cell)
+        what = "infinite" if np.isinf(number) else f"more than {LARGEST:g}"
+        what = "text" if np.isnan(number) else what
         column = id if wide and name == "y" else name
+        advice = "give numbers, and nothing (NaN) where one is missing"
+        if numbers[table["unique_id"] == id].isna().all():
+            advice = "drop it, or name the columns of a long table unique_id, ds and y"
         raise ValueError(
-            f"series {id!r}, column {column!r}, row {table['row'].iloc[k]}"
-            f" ({table['ds'].iloc[k]}) is {shown(plain_number(cells.iloc[k]))}, which is {what};"
-            " give numbers, and nothing (NaN) where one is missing"
+            f"series {shown(id)}, column {shown(column)}, row {table.index[k]}"
+            f" ({day(table['ds'].iloc[k])}) is {given}, which is {what}; {advice}"
         )
     return numbers
+
+
+def day(date: Any) -> str:  # noqa: ANN401
+    """Returns a date without the time if that is midnight."""
+    return str(date).removesuffix(" 00:00:00")
 
 
 def _sort_columns(
@@ -284,8 +334,9 @@ def _series(id: Any, rows: Any, step: "pandas.DateOffset", columns: Columns) -> 
     if off.any():
         k = int(off.argmax())
         raise ValueError(
-            f"series {id!r}, row {rows['row'].iloc[k]}: the date {dates[k]} does not fit the"
-            f" frequency {step.freqstr!r} from {dates[0]} on; correct it, or give freq"
+            f"series {shown(id)}, row {rows.index[k]}: the date {day(dates[k])} does not fit the"
+            f" frequency {step.freqstr!r} from {day(dates[0])} on; correct it, or give a freq that"
+            " fits"
         )
     table = rows.set_index("ds").reindex(grid)
     table = table.loc[table["y"].first_valid_index() :]  # a wide table begins before some series
@@ -311,11 +362,14 @@ def read_ahead(
     if future is None:
         raise ValueError(f"future is missing; give a table with ds and {', '.join(names)}")
     check_type("future", future, pandas.DataFrame, "a pandas DataFrame")
-    shared = "unique_id" not in future.columns
-    table = future.assign(y=0.0)
+    table = _without_named_index(future).assign(y=0.0)
+    shared = "unique_id" not in table.columns
     if "ds" not in table.columns:
         table["ds"] = _wide_dates(table)[0].to_numpy()
-    found, ahead = read_panel(table, panel.step, names, (), ()), []
+    try:
+        found, ahead = read_panel(table, panel.step, names, (), ()), []
+    except ValueError as error:
+        raise ValueError(f"future: {error}") from None
     own = {one.id: pandas.DataFrame(one.covariates, one.dates, names) for one in found.series}
     for one in panel.series:
         dates = panel.next_dates(one, horizon)
@@ -324,8 +378,8 @@ def read_ahead(
         if np.isnan(values).any():
             step, column = np.argwhere(np.isnan(values))[0]
             raise ValueError(
-                f"future of series {one.id!r} has no {names[column]!r} on {dates[step]}; give all"
-                f" {horizon} dates from {dates[0]} to {dates[-1]}"
+                f"future of series {shown(one.id)} has no {names[column]!r} on {day(dates[step])};"
+                f" give all {horizon} dates from {day(dates[0])} to {day(dates[-1])}"
             )
         ahead.append(values)
     return ahead
@@ -340,9 +394,11 @@ def check_quantiles(quantiles: Sequence[float]) -> dict[str, float]:
         ValueError: quantiles has 1.5; give numbers from 0 to 1, each once
     """
     levels = {}
+    check_type("quantiles", quantiles, (list, tuple, np.ndarray), "a list of numbers")
     for level in quantiles:
-        name = f"{level:g}"
-        if name in levels or not 0 <= level <= 1:
+        number = isinstance(level, (int, float, np.number))
+        name = f"{level:g}" if number else shown(level)
+        if name in levels or not (number and 0 <= level <= 1):
             twice = " twice" if name in levels else ""
             raise ValueError(f"quantiles has {name}{twice}; give numbers from 0 to 1, each once")
         levels[name] = float(level)
