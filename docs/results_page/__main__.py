@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import SECTIONS, Benchmark, benchmark
-from figures import draw_figure, draw_samples
-from paper import SCALES, experiments
+from paper import SCALES, draw_samples, experiments
 from quality import draw_dials, quality
 from views import show
 from writing import contents, details, links, machine, number, origins, table, wrapped
 
 from vssm.data.storage import write_atomically
-from vssm.lab.experiments import DATA_SETS, read_results, scored_runs
+from vssm.lab.experiments import DATA_SETS, draw_figure, read_results, scored_runs
 
 _INTRO = (
     "Made by `make docs`, not by hand. Every number comes from a result file that records its "
@@ -91,9 +90,9 @@ def _draw(results: Path, pictures: Path) -> None:
     for scale in SCALES:
         found = [data for data in DATA_SETS if scored_runs(results / scale, data)]
         if found:
-            draw_figure(results / scale, found, pictures / f"{scale}.png")
+            (pictures / f"{scale}.png").write_bytes(draw_figure(results / scale, found))
         for data in found:
-            draw_samples(results / scale, data, pictures / f"{scale}_{data}.png")
+            (pictures / f"{scale}_{data}.png").write_bytes(draw_samples(results / scale, data))
     for result in read_results(results.glob("quality/*.json")):
         draw_dials(result["metrics"], pictures / f"dials_{result['name']}.png")
         samples = results / "quality" / f"{result['name']}.png"

@@ -1,5 +1,6 @@
 """The paper's experiments on the results page: likelihoods, times, comparisons, learning rates."""
 
+import io
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 from writing import details, origins, table
 
 from vssm.config import KINDS
-from vssm.lab.experiments import DATA_SETS, read_results, scored_runs
+from vssm.lab.experiments import DATA_SETS, read_results, scored_runs, show_samples
 
 Runs = dict[str, list[dict[str, Any]]]
 
@@ -153,3 +154,18 @@ def _learning_rates(folder: Path, data: str) -> list[str]:
     )
     head = ["model", "epochs", *(f"{rate:g}" for rate in rates)]
     return details("How the learning rates were chosen", [about, table(head, rows)] if rows else [])
+
+
+def draw_samples(results: Path, data: str) -> bytes:
+    """Draws all stored samples of every model as a PNG, the paper's additional figure."""
+    from matplotlib.figure import Figure
+
+    runs = [run[0] for run in scored_runs(results, data).values()]
+    figure = Figure(figsize=(8, 3.4 * len(runs)), layout="constrained")
+    for axes, run in zip(figure.subplots(len(runs), 1, squeeze=False)[:, 0], runs, strict=True):
+        axes.axis("off")
+        kind, seed = run["config"]["model"]["kind"], run["config"]["train"]["seed"]
+        show_samples(axes, run, f"{kind}, seed {seed}", 1)
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=100)
+    return file.getvalue()

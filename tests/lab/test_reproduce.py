@@ -113,6 +113,7 @@ def test_everything_is_kept(done):
         assert all(metrics["epochs"] == 1 for metrics in grid.values())
         assert vssm.load(done / "runs" / f"{kind}-lr{best}-seed0").config.kind == kind
     assert not list(done.rglob("checkpoint"))
+    assert (done / "figure.png").is_file()
     kept = [path for path in (done / "results").rglob("*") if path.is_file()]
     assert len(kept) == 4 + 2 + 2
     assert max(path.stat().st_size for path in kept) < 1e6
@@ -126,6 +127,7 @@ def test_finished_pieces_are_not_repeated(done, tmp_path, monkeypatch):
             vssm.lab.reproduce, "run_grid", lambda *_, **__: pytest.fail("a run was started")
         )
         digits(tmp_path, results=done / "results", **BUDGET)
+    assert (tmp_path / "figure.png").is_file()
 
     copy = shutil.copytree(done, tmp_path / "copy")
     piece = copy / "results" / "digits_ssm_seed0.json"
@@ -163,14 +165,18 @@ def test_results_of_other_settings_are_refused(done):
         ("grid/digits_ssm_lr0.01.json", lambda c: c.pop("metrics")),
         ("grid/digits_ssm_lr0.01.json", lambda c: c["metrics"].update(validation_loss="x")),
         ("digits_ssm_seed0.json", lambda c: c.update(metrics={})),
+        ("digits_ssm_seed0.png", None),
     ],
 )
 def test_damaged_results_are_named(piece, damage, done, tmp_path):
     results = shutil.copytree(done / "results", tmp_path / "results")
     path = results / piece
-    content = read(path)
-    damage(content)
-    path.write_text(json.dumps(content))
+    if damage is None:
+        path.write_bytes(path.read_bytes()[:100])
+    else:
+        content = read(path)
+        damage(content)
+        path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=rf"{path.name}' is damaged: .*; remove it$"):
         digits(tmp_path / "out", results=results, **BUDGET)
 
@@ -201,7 +207,19 @@ def test_command_shows_the_results(done, tmp_path, capsys):
     for kind in KINDS:
         metrics = read(done / "results" / f"digits_{kind}_seed0.json")["metrics"]
         assert re.search(rf"^{kind} +{metrics['log_likelihood']:.2f} ", shown, re.MULTILINE)
-    assert f"results: {done / 'results'}\n" in shown
+    assert f"figure: {tmp_path / 'figure.png'}\n" in shown
+
+
+def test_figures_are_drawn_even_if_a_run_fails(done, tmp_path):
+    (tmp_path / "runs" / "ssm-lr0.01-seed1").mkdir(parents=True)
+    (tmp_path / "runs" / "ssm-lr0.01-seed1" / "foreign").touch()
+    options = {**BUDGET, "kinds": ("ssm",), "seeds": (0, 1)}
+    results = shutil.copytree(done / "results", tmp_path / "results")
+    chosen = read(results / "digits_ssm_seed0.json")["metrics"]["learning_rate"]
+    (tmp_path / "runs" / "ssm-lr0.01-seed1").rename(tmp_path / "runs" / f"ssm-lr{chosen}-seed1")
+    with pytest.raises(ValueError, match=r"^1 of 1 runs failed; ssm-lr.*-seed1"):
+        digits(tmp_path, **options)
+    assert (tmp_path / "figure.png").is_file()
 
 
 class Fail(Progress):

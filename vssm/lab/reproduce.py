@@ -1,4 +1,4 @@
-"""The paper's experiments, one piece at a time: learning rates, seeds, scores, samples.
+"""The paper's experiments, one piece at a time: learning rates, seeds, scores, samples, figures.
 
 | file | what |
 | --- | --- |
@@ -7,6 +7,7 @@
 | `RESULTS/DATA_KIND_seedN.json` | a run with the chosen rate, scored on the test set; its `curve` |
 | `RESULTS/DATA_KIND_seedN.png` | its samples: three unconditional rows, three completions |
 | `OUT/grid/`, `OUT/runs/` | the run folders |
+| `OUT/figure.png` | the paper's figure, drawn from RESULTS |
 
 A piece whose JSON is in RESULTS is done, whatever OUT holds; its checkpoints are deleted, since at
 the paper's scale thirty runs would take 70 GB. Other runs continue, as those of a sweep do. So
@@ -14,6 +15,7 @@ the command can be killed at any moment and given again, on any machine. Several
 OUT, for other kinds or seeds: a run that another process trains is refused.
 """
 
+import json
 import math
 import shutil
 from collections.abc import Mapping, Sequence
@@ -32,7 +34,7 @@ from vssm.evaluation.quality import Work, draw_grid
 from vssm.evaluation.result import validations
 from vssm.evaluation.scores import evaluate_run
 from vssm.lab.bench.measure import command_line
-from vssm.lab.experiments import read_results, summary
+from vssm.lab.experiments import draw_figure, scored_runs, summary
 from vssm.lab.sweep import LEARNING_RATES, check_grid, grid_configs, run_grid
 from vssm.runs.checkpoint import load
 from vssm.runs.folder import differing, read_config
@@ -43,7 +45,6 @@ __all__ = ["difference", "reproduce"]
 
 TRAINING_SETS = {"mnist": 54_000, "cifar10": 45_000, "digits": 1_294}  # without validation
 Rates = dict[str, Sequence[float]]
-_PARTS = ("data", "model", "train")  # of the settings of a run
 _FEATURES = {"mnist": 28, "cifar10": 96, "digits": 8}
 
 
@@ -81,7 +82,7 @@ def reproduce(
     Arguments:
         data: The data set: mnist, cifar10, or digits (small only).
         scale: paper, or small: minutes on a CPU.
-        out: The folder for runs; runs/reproduce-DATA by default, or
+        out: The folder for runs and figures; runs/reproduce-DATA by default, or
             runs/reproduce-DATA-small.
         results: The folder for results: results/paper by default, OUT/results at the small scale.
         kinds: The models; tvae, rnn and vrnn are known too.
@@ -136,14 +137,20 @@ def reproduce(
         plan.run(stage, configs, (out / folder).resolve())
 
     chosen: Rates = dict.fromkeys(kinds, rates)
-    if len(rates) > 1:
-        run("grid", chosen, grid_epochs, "runs" if whole else "grid", [0])
-        chosen = {kind: plan.best("grid", kind, rates)[:finalists] for kind in kinds}
-    if finalists > 1:
-        run("finals", chosen, epochs, "runs", [0])
-        chosen = {kind: plan.best("finals", kind, chosen[kind])[:1] for kind in kinds}
-    run("seeds", chosen, epochs, "runs", seeds)
-    plan.show.message(f"{summary(plan.results, data)}\nresults: {results}")
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        if len(rates) > 1:
+            run("grid", chosen, grid_epochs, "runs" if whole else "grid", [0])
+            chosen = {kind: plan.best("grid", kind, rates)[:finalists] for kind in kinds}
+        if finalists > 1:
+            run("finals", chosen, epochs, "runs", [0])
+            chosen = {kind: plan.best("finals", kind, chosen[kind])[:1] for kind in kinds}
+        run("seeds", chosen, epochs, "runs", seeds)
+    finally:
+        if scored_runs(plan.results, data):
+            (out / "figure.png").write_bytes(draw_figure(plan.results, [data]))
+    figure = f"figure: {out / 'figure.png'}"
+    plan.show.message(f"{summary(plan.results, data)}\nresults: {results}\n{figure}")
 
 
 @dataclass(frozen=True)
@@ -195,7 +202,7 @@ class _Plan:
         metric = "log_likelihood" if stage == "seeds" else "validation_loss"
         for config in configs.values():
             paths = [self.piece(stage, config)]
-            if stage == "seeds":  # seeds are shown together
+            if stage == "seeds":  # the figure shows all seeds together
                 others = f"{self.data}_{config.model.kind}_seed[0-9]*.json"
                 paths += sorted(self.results.glob(others))
             for path in filter(Path.exists, paths):
@@ -257,7 +264,7 @@ class _Plan:
         steps = train.max_steps
         epochs = train.epochs if steps is None else round(steps / _steps_per_epoch(run), 4)
         metrics = {**metrics, "epochs": epochs, "learning_rate": train.learning_rate}
-        settings = {part: run.to_dict()[part] for part in _PARTS}
+        settings = {part: run.to_dict()[part] for part in ("data", "model", "train")}
         write_result(path, {**result(path.stem, command, settings, metrics), **parts})
 
 
@@ -266,12 +273,14 @@ def difference(path: Path, config: RunConfig, metric: str) -> str | None:
 
     Raises `ValueError` for a result that is damaged or lacks the metric.
     """
-    (found,) = read_results([path])
     try:
-        saved = RunConfig.from_dict({part: found["config"][part] for part in _PARTS})
-        if metric not in found["metrics"]:
-            raise ValueError(f"it has no {metric!r}")
-    except (ValueError, LookupError, TypeError) as error:
+        content = json.loads(path.read_bytes())
+        found = content["metrics"][metric]
+        parts = {part: content["config"][part] for part in ("data", "model", "train")}
+        saved = RunConfig.from_dict(parts)
+        if found is not None and not math.isfinite(found):  # a run that diverged has null
+            raise ValueError(f"its {metric} is {found}")
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is damaged: {error}; remove it") from None
     for key, given, kept in differing(config, saved):
         if key != "train.seed":
