@@ -15,11 +15,7 @@ FORMAT = 1
 """Version of `config.json` and its folder; raised when an older reader would misunderstand it."""
 Kind = Literal["transformer", "ssm", "rnn", "tvae", "vrnn", "vssm"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-_RETIRED = (
-    "tensorboard",
-    "estimator",
-    "fsdp",
-)  # options of training in configs of earlier versions
+_RETIRED = ("tensorboard", "estimator")  # options of training in configs of earlier versions
 _LEAST = {"classes": 2, "bins": 2, "given": 0, "latent_passes": 0, "season": 0}  # of sizes; else 1
 _SIZES_BELOW = 10_000_000  # of a model: PyTorch crashes at sizes past the address space
 
@@ -259,16 +255,19 @@ class TrainConfig:
     checkpoint_minutes: float = 5.0
     """Saves at the first log point this long after the last checkpoint; 0 saves at each."""
     samples: int = 64
-    """Sequences in samples.png; 0 for none."""
+    """Sequences in samples.png; 0 for none (there are none with fsdp)."""
     precision: str = "auto"
     """Of matrix products: "float32", "bfloat16", or "auto": bfloat16 on CUDA, float32 on a CPU."""
     device: str = "auto"
     """"cpu", "cuda", "cuda:N", or "auto": CUDA if there is a GPU, else the CPU."""
     graph: bool = True
-    """Replays the step as a CUDA graph: on one CUDA device, without `compile`."""
+    """Replays the step as a CUDA graph: on one CUDA device, without `compile` and `fsdp`."""
     compile: bool = False
     """Compiles every block with torch.compile, of any model; `torch.compile(model)` reaches
     fewer."""
+    fsdp: bool = False
+    """Shards weights and optimiser over the processes of torchrun instead of copying them to
+    each."""
 
     def __post_init__(self) -> None:
         _make_plain(self)
@@ -292,12 +291,17 @@ class TrainConfig:
             check_number(name, getattr(self, name), 0, above=True)
         for name in ("beta2", "warmup", "kl_warmup", "shift", "ema"):
             check_number(name, getattr(self, name), 0, below=1)
-        for name in ("validate_partial", "graph", "compile"):
+        for name in ("validate_partial", "graph", "compile", "fsdp"):
             value = getattr(self, name)
             if not isinstance(value, bool):  # a NumPy bool could not be saved as JSON
                 raise ValueError(f"{name} is {value!r}; it must be True or False")
         if self.init is not None and (not isinstance(self.init, str) or not self.init):
             raise ValueError(f"init is {shown(self.init)}; use a folder or a shipped model")
+        if self.optimizer == "muon" and self.fsdp:
+            raise ValueError(
+                "optimizer='muon' needs whole matrices, not fsdp=True; "
+                "use optimizer='adamw', or fsdp=False"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -335,7 +335,12 @@ def test_decay_reaches_what_adamw_lets_decay(tmp_path, monkeypatch):
         assert torch.allclose(after[name], before[name] * factor, rtol=1e-6)
 
 
-def test_an_unknown_optimizer_is_named():
+def test_what_goes_with_it_is_named():
+    with pytest.raises(
+        ValueError,
+        match=r"^optimizer='muon' needs whole matrices, .*; use optimizer='adamw', or fsdp=False$",
+    ):
+        TrainConfig(optimizer="muon", fsdp=True)
     with pytest.raises(ValueError, match=r"^optimizer='moun' is unknown; .*did you mean 'muon'"):
         TrainConfig(optimizer="moun")
 

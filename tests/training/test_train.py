@@ -347,6 +347,7 @@ def test_mistakes_leave_no_folder(tmp_path):
             tiny(batch=38),
             "batch=38 is more than the 37 sequences of the training set",
         ),
+        (tiny(fsdp=True), "fsdp=True needs processes to shard over"),
         (tiny(device="cuda:99"), "device='cuda:99' is not available here"),
         (
             replace(tiny(), model=small_config("rnn", "categorical")),

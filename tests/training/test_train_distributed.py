@@ -1,11 +1,13 @@
 """Several processes train as one does: the same losses and folder; killing one ends all."""
 
 import itertools
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,12 @@ from tests.tiny_runs import StopAt, log, newest, run, stopped, tiny
 
 ROOT = Path(__file__).parents[2]
 
+# With some validations that are not the best, and weights that move enough to tell averaged ones.
+SHARDED = {"ema": 0.9, "learning_rate": 0.3, "epochs": 6}
+
 COMPARED = """
-import os, sys
+import json, os, sys
+from dataclasses import replace
 from pathlib import Path
 import torch.distributed as dist
 from tests.tiny_runs import run, tiny
@@ -28,7 +34,8 @@ folder = Path(sys.argv[1])
 dist.init_process_group("gloo")  # one group for all: torchrun takes seconds to start
 run(tiny("tvae"), folder / "ddp", resume=True)
 run(tiny("ssm", optimizer="muon"), folder / "muon", resume=True)
-vrnn = tiny("vrnn", ema=0.8, num_valid=3, validate_partial=True)
+run(tiny("tvae", fsdp=True, **json.loads(sys.argv[2])), folder / "fsdp", resume=True)
+vrnn = tiny("vrnn", ema=0.8, num_valid=3, fsdp=True, validate_partial=True)
 run(vrnn, folder / "resumed", resume=True)
 for rank in range(2):
     dist.barrier()
@@ -58,7 +65,7 @@ def torchrun(script, folder):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with (folder / "output").open("w") as output:
         return subprocess.Popen(
-            [*command, str(folder / "script.py"), str(folder)],
+            [*command, str(folder / "script.py"), str(folder), json.dumps(SHARDED)],
             env=environment,
             stdout=output,
             stderr=output,
@@ -80,6 +87,7 @@ def together(tmp_path_factory):
     [
         ("ddp", tiny("tvae")),
         ("muon", tiny("ssm", optimizer="muon")),
+        ("fsdp", tiny("tvae", **SHARDED)),
         # three rows for two processes: one is filled up
         ("resumed", tiny("vrnn", ema=0.8, num_valid=3, validate_partial=True)),
     ],
@@ -87,11 +95,13 @@ def together(tmp_path_factory):
 def test_two_processes_equal_one(name, config, together, tmp_path):
     alone, both = run(config, tmp_path / "alone"), together / name
     assert len(log(alone)) == len(log(both)) == 4 * config.train.epochs
+    if name == "fsdp":
+        assert not all(line["best"] for line in log(alone, "valid"))
     for one, two in zip(log(alone), log(both), strict=True):
         assert {key: two[key] for key in ("step", "split", "skipped") if key in two} == {
             key: one[key] for key in ("step", "split", "skipped") if key in one
         }
-        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-3 if name == "fsdp" else 1e-5)
         assert two.get("partial_elbo", 0) == pytest.approx(one.get("partial_elbo", 0), rel=1e-5)
     for file in sorted(newest(alone).glob("*.safetensors")):
         ours, theirs = load_file(file), load_file(newest(both) / file.name)
@@ -101,12 +111,12 @@ def test_two_processes_equal_one(name, config, together, tmp_path):
         one, two = (
             torch.cat([t.flatten() for t in tensors.values()]) for tensors in (ours, theirs)
         )
-        assert relative_error(two, one) < (1e-4)
+        assert relative_error(two, one) < (0.1 if name == "fsdp" else 1e-4)
     model = vssm.load(both)
     assert vssm.generate(model, num=2, length=5).x.isfinite().all()
     # and one process takes up what two have saved
     shown = StopAt(99)
-    run(config, both, resume=True, progress=shown)
+    run(replace(config, train=replace(config.train, fsdp=False)), both, resume=True, progress=shown)
     steps = 3 * config.train.epochs
     assert shown.messages == [f"{str(both)!r} is finished: {steps} of {steps} steps"]
 

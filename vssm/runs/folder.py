@@ -40,7 +40,7 @@ __all__ = ["FREE", "Checkpoint", "RunFolder", "claim", "differing", "read_config
 _FIELDS = {"step", "epoch", "split", "loss", "reconstruction", "kl"}  # of every line of the log
 _KEPT = 2  # checkpoints: the newest, and one more in case it is damaged
 FREE = ("data.dir", "train.device", "train.checkpoint_minutes", "train.samples", "train.compile")
-FREE += ("train.graph", "train.validate_partial")
+FREE += ("train.graph", "train.fsdp", "train.validate_partial")
 """Options that may differ on resume, because the weights do not depend on them."""
 
 

@@ -38,7 +38,7 @@ from vssm.training.distributed import World, join
 from vssm.training.graph import GraphedStep, on_stream
 from vssm.training.interrupts import Interrupts
 from vssm.training.progress import Progress, choose_progress
-from vssm.training.resume import checkpoint_parts, on_cpu, restore_parts
+from vssm.training.resume import checkpoint_parts, restore_parts
 from vssm.training.setup import check_data, resolve
 from vssm.training.step import Step, TrainingStopped, learning_rate, mix
 
@@ -96,7 +96,7 @@ class Trainer:
         self.folder: RunFolder = folder
         self.world: World = world
         self.progress: Progress = progress
-        world.check(options.batch)
+        world.check(options.batch, options.fsdp)
         with warnings.catch_warnings():
             if world.rank > 0:  # the first process alone warns of odd data
                 warnings.simplefilter("ignore", UserWarning)
@@ -139,7 +139,7 @@ class Trainer:
     def _record_steps(self) -> None:
         """Makes CUDA graphs of training and validation steps, on one CUDA device."""
         options, world = self.options, self.world
-        alone = options.graph and not (world.grouped or options.compile)
+        alone = options.graph and not (world.grouped or options.fsdp or options.compile)
         if world.device.type != "cuda" or not alone:
             return
         self.stream = torch.cuda.Stream(world.device)
@@ -154,8 +154,9 @@ class Trainer:
         interrupts = Interrupts()
         # Several processes would have to agree at every step on whether to save.
         patient = interrupts if self.world.size == 1 else nullcontext()
-        # Of slow kernels for bfloat16 norms on a CPU; of AdamW's steps before the recorded one.
-        expected = "Mismatch dtype between input|.*capturable=True"
+        # FSDP2 warns of views that we never write to, bfloat16 norms on a CPU of a slow kernel, and
+        # AdamW of the steps before the recorded one.
+        expected = "FSDP2-wrapped module|Mismatch dtype between input|.*capturable=True"
         try:
             with warnings.catch_warnings(), on_stream(self.stream), patient:
                 warnings.filterwarnings("ignore", expected)
@@ -240,8 +241,9 @@ class Trainer:
             best = self.best is None or score < self.best
             if best:
                 self.best = score if math.isfinite(score) else None
+                tensors = self.world.whole(self.model.state_dict())
                 if self.world.rank == 0:
-                    self.folder.save_weights(on_cpu(self.model.state_dict()))
+                    self.folder.save_weights(tensors)
         self._log("valid", {**means, "best": best})
         if not math.isfinite(score):
             self.progress.message(
@@ -280,22 +282,22 @@ class Trainer:
             real = None if lengths is None else real_steps(x, lengths)
             case, seed, rows = [(cut, "partial")], self.options.seed, self.valid_index
             rest = 1, case, seed, len(x), real, "importance", rows
-            (bound,) = estimates(self.model, x, *rest)
+            (bound,) = self.steps.alone(estimates, x, *rest)
         counts = torch.ones_like(bound) if lengths is None else (lengths > cut).to(bound)
         return torch.stack([*terms, torch.where(counts > 0, bound, 0), counts])
 
     def draw(self) -> None:
         """Replaces the picture of samples."""
         num = self.options.samples if self.meta.image_shape else min(6, self.options.samples)
-        if num and self.world.rank == 0:
+        if num and self.world.rank == 0 and not self.options.fsdp:
             with self.steps.learner.averaged():
                 path, seed = self.folder.path / "samples.png", self.options.seed
                 figures.samples(self.model, self.meta, self.valid_split, num, seed, path)
 
     def save(self, skipped: int, streak: int) -> None:
-        """Writes a checkpoint."""
+        """Writes a checkpoint; every process must call this."""
+        parts = checkpoint_parts(self.steps.learner)
         if self.world.rank == 0:
-            parts = checkpoint_parts(self.steps.learner)
             seconds = time.monotonic() - self.began
             progress = {"best": self.best, "skipped": skipped, "streak": streak}
             progress |= {"seconds": seconds, "started": self.started, "data": self.digest}

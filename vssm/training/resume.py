@@ -6,29 +6,22 @@
 | `optimizer` | the state of the optimisers, by the name of the parameter and of the state |
 | `ema` | the moving average of the weights, if there is one |
 
-A run may go on with another number of processes.
+All tensors are whole, so a run may go on with another number of processes.
 """
-
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from vssm.training.step import Learner
 
-__all__ = ["checkpoint_parts", "on_cpu", "restore_parts"]
+__all__ = ["checkpoint_parts", "restore_parts"]
 
 Parts = dict[str, dict[str, Tensor]]
 
 
 def checkpoint_parts(learner: Learner) -> Parts:
-    """Returns the tensors of a checkpoint by file name, on the CPU."""
-    return {part: on_cpu(tensors) for part, tensors in _tensors(learner).items() if tensors}
-
-
-def on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors as they are saved."""
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    """Returns the tensors of a checkpoint by file name; every process must call this."""
+    return {part: learner.world.whole(t) for part, t in _tensors(learner).items() if t}
 
 
 def restore_parts(learner: Learner, parts: Parts, source: str) -> None:

@@ -43,7 +43,7 @@ class Step:
     """Takes the steps of a training.
 
     Arguments:
-        model: The model, which is moved to the device.
+        model: The model, which is moved to the device, and copied to or sharded over the processes.
         split: The training set.
         meta: What the data look like.
         options: How the model is trained.
@@ -60,8 +60,8 @@ class Step:
         automatic = "bfloat16" if device.type == "cuda" else "float32"
         precision = automatic if options.precision == "auto" else options.precision
         self.dtype: torch.dtype = getattr(torch, precision)
-        self.model: Model = model
-        self.parallel: nn.Module = world.wrap(_Call(model))
+        self.alone: _Call = _Call(model)
+        self.parallel: nn.Module = world.wrap(self.alone, options.fsdp)
         self.learner: Learner = Learner(model, options, world)
         self.tally: Tally = Tally(device)
         self.split: Split = on_device(split, device)
@@ -121,7 +121,7 @@ class Step:
     def terms(self, x: Tensor, lengths: Tensor | None) -> Terms:
         """Returns the terms of sequences without a step."""
         shard = self.world.rank, self.world.size
-        return objective(self.model, x, self.generator, shard, lengths)
+        return self.alone(objective, x, self.generator, shard, lengths)
 
     def autocast(self) -> torch.autocast:
         """Returns the context in which matrix products have the dtype of the training."""
@@ -130,7 +130,7 @@ class Step:
 
 
 class _Call(nn.Module):
-    """Turns any function of a model into a forward pass, because DDP hooks into that."""
+    """Turns any function of a model into a forward pass, because DDP and FSDP2 hook into that."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def parameter_groups(model: nn.Module, but: Collection[str] = ()) -> list[dict[s
 class Learner:
     """Holds the weights of a model, the optimisers that move them, and their moving average.
 
-    The model is on the device of `world` already.
+    The model is already copied to or sharded over the processes of `world`.
     """
 
     def __init__(self, model: nn.Module, options: TrainConfig, world: World) -> None:
@@ -216,7 +216,10 @@ class Learner:
             optimizer.zero_grad()
         loss.backward()
         most = (self.options.clip or math.inf) * values
-        return nn.utils.clip_grad_norm_(self.parameters.values(), most) / values
+        norm = nn.utils.clip_grad_norm_(self.parameters.values(), most)
+        if hasattr(norm, "full_tensor"):
+            norm = norm.full_tensor()  # type: ignore[operator]
+        return norm / values
 
     def update(self, good: Tensor) -> None:
         """Moves the weights and their average, if the step is good."""
