@@ -6,19 +6,23 @@ Each raises `ValueError` in one line: what is wrong, what was given, and what to
 import difflib
 import operator
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = [
     "check_choice",
     "check_device",
     "check_flag",
+    "check_memory",
+    "check_model",
     "check_number",
     "check_path",
+    "check_sequence",
     "check_type",
     "choose_device",
     "name_allowed",
@@ -63,6 +67,73 @@ def check_flag(name: str, value: object) -> None:
 def check_path(name: str, value: object) -> None:
     """Raises `ValueError` unless the value is a path."""
     check_type(name, value, (str, os.PathLike), "a path")
+
+
+def check_model(model: Any) -> Any:  # noqa: ANN401
+    """Returns a model, or the one inside a module that shows its config: one of `torch.compile`.
+
+    Warns when `torch.compile` had no effect: it compiles `forward`, which a vssm or tvae has not.
+
+    >>> check_model("mnist-small")
+    Traceback (most recent call last):
+    ValueError: model is a str; use a model of vssm.build or vssm.load
+    """
+    parts = model.modules() if isinstance(model, nn.Module) else ()
+    found: Any = next((part for part in parts if "owner" in vars(part)), None)
+    if found is None or getattr(model, "config", None) != found.config:
+        raise ValueError(
+            f"model is a {type(model).__name__}; use a model of vssm.build or vssm.load"
+        )
+    compiled = found._compiled_call_impl is not None or hasattr(model, "_orig_mod")
+    if compiled and found.config.kind in ("vssm", "tvae"):
+        warnings.warn(
+            f"torch.compile has no effect on a {found.config.kind} model as a whole, so it runs "
+            "uncompiled; compile a function that calls vssm.objective(model, x), or train with "
+            "--train.compile",
+            stacklevel=3,
+        )
+    return found
+
+
+def check_sequence(
+    model: Any,  # noqa: ANN401
+    x: Tensor,
+    name: str = "x",
+    steps: int = 1,
+    wait: bool = True,
+) -> Tensor:
+    """Returns sequences that fit a model, tokens as int64; raises `ValueError` for others.
+
+    Arguments:
+        model: The model.
+        x: The sequences.
+        name: What the message calls them.
+        steps: The fewest steps that are allowed.
+        wait: Whether to check values on a GPU too, which waits for the device.
+    """
+    device = next(model.parameters()).device
+    model.head.validate(x, name, values=False, steps=steps)
+    if x.device != device:
+        raise ValueError(f"{name} is on {x.device}; move it to {device}, where the model is")
+    if wait or device.type == "cpu":
+        model.head.validate(x, name, steps=steps)
+    return x.long() if model.head.tokens else x
+
+
+def check_memory(what: str, needed: int, device: torch.device) -> None:
+    """Raises `ValueError` for more bytes than a device has: the system would kill the process."""
+    if device.type == "cuda":
+        room = torch.cuda.get_device_properties(device).total_memory
+    else:
+        try:
+            room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        except (AttributeError, ValueError, OSError):  # not on every system
+            return
+    if needed > room:
+        raise ValueError(
+            f"{what} would take {needed / 1e9:,.0f} GB, but {device} has {room / 1e9:,.0f} GB; "
+            "ask for less at once"
+        )
 
 
 def whole_number(name: str, value: object, least: int) -> int:

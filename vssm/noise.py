@@ -22,11 +22,12 @@ Legend: c `counter` (4, ...) and k `key` (2, ...) int64 in [0, 2^32); u (B, T, c
 """
 
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["LATENT", "OBSERVATION", "ORDER", "PARTICLE", "fork", "philox", "uniform"]
+__all__ = ["LATENT", "OBSERVATION", "ORDER", "PARTICLE", "Noise", "fork", "philox", "uniform"]
 
 LATENT = 0
 """Stream of the latents z."""
@@ -36,6 +37,30 @@ PARTICLE = 2
 """Stream of the choice among draws of the latents, in a particle filter."""
 ORDER = 3
 """Stream of the order in which passes make the entries of x, where any part may be known."""
+
+
+class Noise(NamedTuple):
+    """The noise of a batch: the seed and the row that each sequence reads."""
+
+    seed: Tensor
+    """The seed of each sequence, (B,)."""
+    row: Tensor
+    """The row of each sequence, (B,)."""
+    start: Tensor | None = None
+    """Added to all positions, (1,), where only the device knows them."""
+
+    @property
+    def num(self) -> int:
+        """The number of sequences."""
+        return len(self.row)
+
+    def uniform(
+        self, position: int, length: int, components: int, stream: int, draw: int = 0
+    ) -> Tensor:
+        """Returns uniform numbers of a stream for some steps, (B, length, components)."""
+        where = position if self.start is None else self.start + position
+        return uniform(self.seed, self.row, where, length, components, stream, draw)
+
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85

@@ -227,7 +227,7 @@ def test_slabs_equal_one_pass(options, device, counts, monkeypatch):
     engine, x = Engine(model), sequences(model, 5, 4).to(device)
     starts = [{"num": 5}, {"prompt": x}, {"state": vssm.observe(model, x)}]
     wholes = [vssm.generate(model, length=6, **start) for start in starts]
-    monkeypatch.setattr("vssm.sampling.slabs.bytes_of_slab", lambda device: 1)
+    monkeypatch.setattr("vssm.sampling.request.bytes_of_slab", lambda device: 1)
     for start, whole in zip(starts, wholes, strict=True):
         for _ in range(3):
             same_results(engine.generate(length=6, **start), whole)
@@ -239,7 +239,7 @@ def test_a_transformer_in_slabs_equals_one_pass(device, monkeypatch):
     engine, x = Engine(model), sequences(model, 5, 4).to(device)
     starts = [{"num": 5}, {"prompt": x}, {"num": 5, "prompt": x[:1]}]
     wholes = [vssm.generate(model, length=6, **start) for start in starts]
-    monkeypatch.setattr("vssm.sampling.slabs.rows_of_cache", lambda model, num, steps: 2)
+    monkeypatch.setattr("vssm.sampling.request.rows_of_cache", lambda model, num, steps: 2)
     for start, whole in zip(starts, wholes, strict=True):
         for _ in range(3):
             same_results(engine.generate(length=6, **start), whole)

@@ -384,7 +384,9 @@ def test_calls_on_several_streams_do_not_mix_results():
 
 def test_slabs_of_a_transformer_replay_their_loops(device, counts, monkeypatch):
     """The keys and values of many rows may not fit; the steps of each slab are recorded then."""
-    monkeypatch.setattr("vssm.sampling.slabs.rows_of_cache", lambda model, num, steps: min(num, 2))
+    monkeypatch.setattr(
+        "vssm.sampling.request.rows_of_cache", lambda model, num, steps: min(num, 2)
+    )
     model = small_model("transformer").to(device)
     engine, prompts = Engine(model), sequences(model, 5, 4).to(device)
     for options in ({"num": 5, "length": 70}, {"prompt": prompts, "length": 6}):
@@ -398,8 +400,8 @@ def test_slabs_of_a_transformer_replay_their_loops(device, counts, monkeypatch):
 def test_prompts_that_are_read_in_slabs_are_not_recorded(device, counts, monkeypatch):
     model = small_model("ssm").to(device)
     engine, prompts = Engine(model), sequences(model, 4, 6).to(device)
-    monkeypatch.setattr("vssm.sampling.slabs.bytes_of_slab", lambda device: 6 * 2)
-    monkeypatch.setattr("vssm.sampling.slabs.bytes_of_step", lambda *arguments: 1)
+    monkeypatch.setattr("vssm.sampling.request.bytes_of_slab", lambda device: 6 * 2)
+    monkeypatch.setattr("vssm.sampling.request.bytes_of_step", lambda *arguments: 1)
     for seed in range(3):
         made = engine.generate(prompt=prompts, length=1, seed=seed)
         same_results(made, vssm.generate(model, prompt=prompts, length=1, seed=seed))

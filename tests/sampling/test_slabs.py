@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from tests.conftest import KINDS, same_results, same_states, sequences, small_model
 from vssm import generate, observe
 from vssm.models import first_weight
-from vssm.sampling import slabs
+from vssm.sampling import request
 from vssm.sampling.request import Options
 
 PARALLEL = ("tvae", "vssm")
@@ -22,8 +22,8 @@ def slab(monkeypatch):
     """Sets how many steps, of all rows together, a slab may have."""
 
     def allow(steps):
-        monkeypatch.setattr(slabs, "bytes_of_slab", lambda device: int((steps + 0.5) * STEP))
-        monkeypatch.setattr(slabs, "bytes_of_step", lambda *arguments: STEP)
+        monkeypatch.setattr(request, "bytes_of_slab", lambda device: int((steps + 0.5) * STEP))
+        monkeypatch.setattr(request, "bytes_of_step", lambda *arguments: STEP)
 
     return allow
 
@@ -88,7 +88,7 @@ def test_long_sequences_are_made_in_chunks_that_fit(slab, monkeypatch):
         ({"prompt": prompts, "length": 0, "chunk": 9}, [3]),
     ]
     wholes = [generate(model, **{"length": 11} | start) for start, _ in cases]
-    monkeypatch.setattr(slabs, "SHORTEST", 2)
+    monkeypatch.setattr(request, "SHORTEST", 2)
     slab(2 * 7)
     seen = []
     model.decoder.register_forward_hook(lambda _, given, made: seen.append(given[0].shape[:2]))
@@ -106,23 +106,23 @@ def test_chunks_are_not_short(room, slab):
     for length in (1, 255, 256, 257, 300, 511, 512, 513, 1000, 1024, 4095):
         for chunk in (length, 100, 290):
             options = Options(length, chunk, False, 1, 1.0, False)
-            fits = slabs.divide(model, torch.zeros(4, 0, 3), None, 4, options)[0].chunk
+            fits = request.divide(model, torch.zeros(4, 0, 3), None, 4, options)[0].chunk
             assert fits == min(chunk, max(room, 256))
 
 
 def test_logits_of_the_one_row_that_serves_all_rows_count():
     model = small_model("vssm", latents=32, classes=32)
     options = Options(10**6, 10**6, False, 1, 1.0, False)
-    step, logits = slabs.bytes_of_step(model, first_weight(model), False), 3 * 32 * 32 * 4
+    step, logits = request.bytes_of_step(model, first_weight(model), False), 3 * 32 * 32 * 4
     for num in (1, 1000):
-        chunk = slabs.divide(model, None, None, num, options)[0].chunk
+        chunk = request.divide(model, None, None, num, options)[0].chunk
         assert chunk * (num * step + logits) <= 2**32 < 1.5 * chunk * (num * step + logits)
 
 
 def test_only_a_vssm_makes_chunks_of_its_own(slab, monkeypatch):
     model = small_model("tvae")
     whole = generate(model, num=4, length=9)
-    monkeypatch.setattr(slabs, "SHORTEST", 2)
+    monkeypatch.setattr(request, "SHORTEST", 2)
     slab(4 * 5)
     seen = watch(model)
     same_results(generate(model, num=4, length=9), whole)
@@ -135,7 +135,7 @@ def test_only_a_vssm_makes_chunks_of_its_own(slab, monkeypatch):
 def test_chunks_that_mean_something_stay(options, slab, monkeypatch):
     model = small_model("vssm")
     whole = generate(model, num=2, length=9, **options)
-    monkeypatch.setattr(slabs, "SHORTEST", 2)
+    monkeypatch.setattr(request, "SHORTEST", 2)
     slab(3)
     same_results(generate(model, num=2, length=9, **options), whole)
 
@@ -164,7 +164,7 @@ def test_a_transformer_whose_cache_would_not_fit_is_divided(monkeypatch):
     starts += [{"prompt": prompts, "length": 0}]
     wholes = [generate(model, **{"length": 6} | start) for start in starts]
     rests = [generate(model, length=3, state=whole.state) for whole in wholes]
-    monkeypatch.setattr("vssm.sampling.slabs.rows_of_cache", lambda model, num, steps: 2)
+    monkeypatch.setattr("vssm.sampling.request.rows_of_cache", lambda model, num, steps: 2)
     seen = watch(model)
     for start, whole, rest in zip(starts, wholes, rests, strict=True):
         made = generate(model, **{"length": 6} | start)
@@ -176,20 +176,20 @@ def test_a_transformer_whose_cache_would_not_fit_is_divided(monkeypatch):
 def test_rows_of_a_cache(monkeypatch):
     model = small_model("transformer")
     row = 2 * 16 * 2 * 4  # keys and values of a step: width, layers, bytes
-    assert slabs.rows_of_cache(model, 10**9, 10**9) == 10**9, "a CPU is not divided"
-    monkeypatch.setattr(slabs, "bytes_of_device", lambda device: 10 * 100 * row)
-    assert slabs.rows_of_cache(model, 2, 100) == 2  # 750 of 900
+    assert request.rows_of_cache(model, 10**9, 10**9) == 10**9, "a CPU is not divided"
+    monkeypatch.setattr(request, "bytes_of_device", lambda device: 10 * 100 * row)
+    assert request.rows_of_cache(model, 2, 100) == 2  # 750 of 900
     # The state of 3 leaves room for one more with its copies, 600 of 375; that of 6 none for 375.
-    assert [slabs.rows_of_cache(model, num, 100) for num in (3, 5, 6)] == [1, 1, 6]
-    assert slabs.rows_of_cache(model, 30, 10) == 15  # as equal as can be, of 16
-    assert slabs.rows_of_cache(small_model("ssm"), 100, 100) == 100
+    assert [request.rows_of_cache(model, num, 100) for num in (3, 5, 6)] == [1, 1, 6]
+    assert request.rows_of_cache(model, 30, 10) == 15  # as equal as can be, of 16
+    assert request.rows_of_cache(small_model("ssm"), 100, 100) == 100
 
 
 def test_rows_of_a_slab(slab):
     model = small_model("ssm")
     slab(12)
     steps = 0, 1, 2, 3, 4, 6, 12, 13
-    assert [slabs.rows_of_slab(model, 5, n, False) for n in steps] == [5, 5, 5, 3, 3, 2, 1, 1]
+    assert [request.rows_of_slab(model, 5, n, False) for n in steps] == [5, 5, 5, 3, 3, 2, 1, 1]
 
 
 class Live(TorchDispatchMode):
@@ -256,13 +256,13 @@ def test_a_slab_takes_the_memory_that_is_expected(kind, start, layers):
         else:
             generate(model, num=num, length=96)
     reads = kind in PARALLEL and start != "nothing"
-    expected = num * steps * slabs.bytes_of_step(model, first_weight(model), reads)
+    expected = num * steps * request.bytes_of_step(model, first_weight(model), reads)
     assert 0.6 < live.most / expected < 1.25
 
 
 @pytest.mark.gpu
 def test_memory_does_not_grow_with_the_number_of_sequences(monkeypatch):
-    monkeypatch.setattr(slabs, "bytes_of_slab", lambda device: 2**30)
+    monkeypatch.setattr(request, "bytes_of_slab", lambda device: 2**30)
     model = small_model("vssm", width=256, layers=2).to("cuda")
     peaks = []
     for num in (64, 1024):  # at once, and in chunks of time

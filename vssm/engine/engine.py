@@ -22,29 +22,29 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from vssm.checks import check_model
 from vssm.config import ModelConfig
 from vssm.distributions import Latents
 from vssm.engine.fused import fuse
 from vssm.engine.programs import OneShot, Programs, Recorder
 from vssm.engine.stepwise import sample_stepwise
 from vssm.engine.trees import as_input, describe, is_relative
-from vssm.models import AnyPart, Ladder, Model, Variational, first_weight, inner_model
+from vssm.models import AnyPart, Ladder, Model, Variational, first_weight
 from vssm.models.anypart import Part
-from vssm.models.base import owner_of
 from vssm.nn import State
+from vssm.noise import Noise
 from vssm.sampling.anypart import make_part
 from vssm.sampling.filling import check_filling
 from vssm.sampling.generation import Generation, own_state, read, sample
 from vssm.sampling.parallel import empty_steps
 from vssm.sampling.request import (
-    Noise,
     Options,
     Request,
     Result,
     check_reading,
     check_request,
+    divide,
 )
-from vssm.sampling.slabs import divide
 
 __all__ = ["Engine"]
 
@@ -75,13 +75,12 @@ class Engine:
     """
 
     def __init__(self, model: Model) -> None:
-        self._model = copy.deepcopy(inner_model(model)).requires_grad_(False)
+        self._model = copy.deepcopy(check_model(model)).requires_grad_(False)
         self.device: torch.device = first_weight(self._model).device
         """Where the engine generates."""
         if self.device.type == "cuda":
             with torch.no_grad():
                 fuse(self._model)
-        self._owner = owner_of(self._model.config)
         self._programs = Programs(self.device)
         self._empty: dict[int, tuple[Latents, State]] = {}
 
@@ -121,7 +120,7 @@ class Engine:
         dials = chunk, recondition, passes, temperature, observe, cache
         request = check_request(self._model, num, length, prompt, state, seed, rows, *dials)
         x, z, after = self._sample(request)
-        return Generation(x, z, own_state(after, request.source, self._owner))
+        return Generation(x, z, own_state(after, request.source, self._model.owner))
 
     @torch.no_grad()
     def observe(
@@ -134,7 +133,7 @@ class Engine:
     ) -> State:
         """Reads real data, as `vssm.observe` does."""
         x, before, source = check_reading(self._model, x, state, seed, rows, num)
-        return own_state(read(self._model, x, before, source), source, self._owner)
+        return own_state(read(self._model, x, before, source), source, self._model.owner)
 
     @torch.no_grad()
     def fill(
@@ -190,7 +189,7 @@ class Engine:
             divided, rows = divide(model, prompt, state, source.num, options)
             if rows < source.num:  # slabs keep the device busy anyway, and it would hold memory
                 return None
-            empty = self._empty_pass(request._replace(options=divided))
+            empty = self._empty_pass(request)
 
             def function(given: State) -> State:
                 x, z, after = sample(model, *_unpack(given), divided, empty)
@@ -209,6 +208,7 @@ class Engine:
         model = self._model
         if not isinstance(model, Variational) or prompt is not None or state is not None:
             return None
+        options, _ = divide(model, None, None, source.num, options)
         steps = empty_steps(options, source.num)
         size = model.config.latents * model.config.classes
         if model.config.block == "attention":  # keys and values, which hold on to the queries

@@ -18,9 +18,10 @@ from vssm.engine.trees import as_input, join_steps
 from vssm.models import VRNN, Autoregressive, Model, first_weight
 from vssm.nn import State
 from vssm.nn.stack import sinusoids
+from vssm.noise import LATENT, OBSERVATION, Noise
 from vssm.sampling.generation import read, sample
-from vssm.sampling.request import Noise, Request, Result
-from vssm.sampling.slabs import divide, in_slabs, rows_of_slab
+from vssm.sampling.request import Request, Result, divide, rows_of_slab
+from vssm.sampling.slabs import in_slabs
 from vssm.sampling.stepwise import next_vrnn, read_autoregressive
 
 __all__ = ["sample_stepwise"]
@@ -63,7 +64,7 @@ def _sample_autoregressive(model: Autoregressive, programs: Programs, request: R
         carried["at"] = torch.full((1,), position, device=first_weight(model).device)
 
     def feed(at: int, count: int) -> State:
-        return State({"u": source.observation(model, at, count)})
+        return State({"u": source.uniform(at, count, model.head.noise_size, OBSERVATION)})
 
     loop = partial(_run_loop, model, programs, _autoregressive_loop)
     sizes = num, options.temperature, options.sample
@@ -103,7 +104,8 @@ def _sample_vrnn(model: VRNN, programs: Programs, request: Request) -> Result:
     if prompt is not None:
         x = prompt.expand(num, *prompt.shape[1:])
         first = 0 if state is None else state.position
-        known = State({"x": x, "u": source.latent(model, first, x.shape[1])})
+        u = source.uniform(first, x.shape[1], model.config.latents, LATENT)
+        known = State({"x": x, "u": u})
 
         def read_feed(at: int, count: int) -> State:
             return known.map(lambda t: t.narrow(1, at - first, count))
@@ -112,10 +114,11 @@ def _sample_vrnn(model: VRNN, programs: Programs, request: Request) -> Result:
         state = read(model, x, state, source) if made is None else made[1]
 
     def feed(at: int, count: int) -> State:
-        u = source.latent(model, at, count)
+        u = source.uniform(at, count, model.config.latents, LATENT)
         if not options.sample:
             return State({"u": u})
-        return State({"u": u, "w": source.observation(model, at, count)})
+        w = source.uniform(at, count, model.head.noise_size, OBSERVATION)
+        return State({"u": u, "w": w})
 
     sizes = num, options.temperature, options.sample
     made = loop(_vrnn_loop, sizes, state or start, feed, options.length)

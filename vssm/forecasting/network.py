@@ -15,12 +15,12 @@ from vssm.distributions import gumbel_uniform
 from vssm.forecasting.windows import Batch, Layout
 from vssm.models import AnyPart, Autoregressive, Model, build, first_weight
 from vssm.models.anypart import Part
-from vssm.noise import fork
+from vssm.noise import Noise, fork
 from vssm.objectives import objective
 from vssm.objectives.parts import bound_of_part
 from vssm.sampling.anypart import make_part
 from vssm.sampling.generation import generate
-from vssm.sampling.request import Noise, Options
+from vssm.sampling.request import Options
 
 __all__ = ["build_model", "draw_paths", "loss_of", "model_config"]
 

@@ -24,7 +24,14 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from vssm.checks import check_choice, check_number, whole_number, whole_numbers
+from vssm.checks import (
+    check_choice,
+    check_model,
+    check_number,
+    check_sequence,
+    whole_number,
+    whole_numbers,
+)
 from vssm.distributions import Latents, Observation
 from vssm.likelihoods.particles import filtered, latent_noise, partial_prior, repeated
 from vssm.likelihoods.parts import log_likelihood_of_part, reconstruct_part
@@ -36,10 +43,9 @@ from vssm.models import (
     Model,
     Trajectory,
     Variational,
-    inner_model,
 )
 from vssm.models.ladder import Task
-from vssm.objectives import checked, real_steps
+from vssm.objectives import real_steps
 from vssm.objectives.parts import there_and_finite
 
 __all__ = ["METHODS", "check_method", "estimates", "log_likelihood", "reconstruct"]
@@ -94,7 +100,7 @@ def log_likelihood(
         >>> log_likelihood(model, torch.zeros(2, 6, 3), prompt_length=3).shape
         torch.Size([2])
     """
-    model = inner_model(model)
+    model = check_model(model)
     passes = whole_number("passes", passes, 1)
     x, there = _check_data(model, x, known, passes)
     num_samples = whole_number("num_samples", num_samples, 1)
@@ -128,7 +134,7 @@ def _check_data(
         if known is not None:
             there_and_finite(model, torch.nan_to_num(x), known)
         return there_and_finite(model, x, None)
-    x = checked(model, x)
+    x = check_sequence(model, x)
     for name, given in (("known", known is not None), (f"passes={passes}", passes > 1)):
         if given:
             raise ValueError(f"{name} is for models with known='any'; use the default")

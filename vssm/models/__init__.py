@@ -5,7 +5,6 @@ from vssm.config import ModelConfig
 from vssm.models.anypart import AnyPart as AnyPart
 from vssm.models.autoregressive import Autoregressive as Autoregressive
 from vssm.models.base import BaseModel as BaseModel
-from vssm.models.base import inner_model as inner_model
 from vssm.models.ladder import Ladder as Ladder
 from vssm.models.variational import Variational as Variational
 from vssm.models.vrnn import VRNN as VRNN
@@ -24,7 +23,6 @@ __all__ = [
     "Variational",
     "build",
     "first_weight",
-    "inner_model",
 ]
 
 Model = Autoregressive | Variational | VRNN | Ladder | AnyPart

@@ -23,13 +23,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vssm.checks import check_number, shown
+from vssm.checks import check_model, check_number, check_sequence, shown
 from vssm.distributions import Latents, gumbel_uniform
-from vssm.models import VRNN, AnyPart, Autoregressive, Ladder, Model, Variational, inner_model
+from vssm.models import VRNN, AnyPart, Autoregressive, Ladder, Model, Variational
 from vssm.objectives.parts import part_terms, there_and_finite
 from vssm.ops.operators import product_dtype
 
-__all__ = ["Terms", "checked", "objective", "real_steps"]
+__all__ = ["Terms", "objective", "real_steps"]
 
 
 class Terms(NamedTuple):
@@ -124,13 +124,13 @@ def objective(
         >>> terms.loss.shape, bool((terms.kl >= 0).all())
         (torch.Size([5]), True)
     """
-    inner = inner_model(model)
+    inner = check_model(model)
     if isinstance(inner, AnyPart):
         x, known = there_and_finite(inner, x, known, wait=False)
     elif known is not None:
         raise ValueError("known is for models with known='any'; use None for this one")
     else:
-        x = checked(inner, x, wait=False)
+        x = check_sequence(inner, x, wait=False)
     _check_options(x, generator, shard, kl_weight)
     real = None if lengths is None else real_steps(x, lengths)
     draws = _Draws(len(x), shard, x.device, generator)
@@ -223,20 +223,6 @@ def _terms(reconstruction: Tensor, kl: Tensor, partial: Tensor) -> Terms:
 
 def _total(steps: Tensor, real: Tensor | None) -> Tensor:
     return (steps if real is None else torch.where(real, steps, 0)).sum(1)
-
-
-def checked(model: Model, x: Tensor, wait: bool = True) -> Tensor:
-    """Returns sequences as a model scores them, tokens as int64; raises if they do not fit.
-
-    Without `wait`, values on a GPU are not checked.
-    """
-    device = next(model.parameters()).device
-    model.head.validate(x, values=False)
-    if x.device != device:
-        raise ValueError(f"x is on {x.device}; move it to {device}, where the model is")
-    if wait or device.type == "cpu":
-        model.head.validate(x)
-    return x.long() if model.head.tokens else x
 
 
 def real_steps(x: Tensor, lengths: Tensor) -> Tensor:

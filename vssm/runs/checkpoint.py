@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from vssm.checks import check_device, check_path
+from vssm.checks import check_device, check_model, check_path
 from vssm.config import FORMAT
 from vssm.data.storage import read_object, read_tensors, write_tensors
-from vssm.models import Model, build, inner_model
+from vssm.models import Model, build
 from vssm.nn import join_weights
 from vssm.runs import pretrained
 from vssm.runs.config import SavedConfig
@@ -40,7 +40,7 @@ def save(model: Model, folder: str | Path) -> None:
         >>> all(torch.equal(a, b) for a, b in zip(model.parameters(), copy.parameters()))
         True
     """
-    model = inner_model(model)
+    model = check_model(model)
     check_path("folder", folder)
     folder = Path(folder)
     tensors = {

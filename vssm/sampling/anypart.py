@@ -25,7 +25,8 @@ from vssm import noise
 from vssm.distributions import Latents
 from vssm.models.anypart import AnyPart, Part, order_of_passes
 from vssm.nn import State
-from vssm.sampling.request import Noise, Options, Result
+from vssm.noise import Noise
+from vssm.sampling.request import Options, Result
 
 __all__ = ["make_part", "read_any_part", "sample_any_part"]
 
@@ -157,7 +158,7 @@ def sample_any_part(
     window, num = model.config.window, source.num
     if prompt is not None:
         state = read_any_part(model, prompt, state, num)
-    opened = _opened(model, state, num, source.device)
+    opened = _opened(model, state, num, source.row.device)
     states = opened.states
     if len(states) == 1:
         states = states * options.passes

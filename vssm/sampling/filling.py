@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from vssm import noise
-from vssm.checks import check_choice, whole_number
-from vssm.models import AnyPart, Model, inner_model
+from vssm.checks import check_choice, check_model, whole_number
+from vssm.models import AnyPart, Model
 from vssm.models.anypart import Part
+from vssm.noise import Noise
 from vssm.objectives.parts import there_and_finite
 from vssm.sampling.anypart import make_part
-from vssm.sampling.request import Noise, Options, check_noise, check_temperature
+from vssm.sampling.request import Options, check_noise, check_temperature
 
 __all__ = ["Filling", "check_filling", "fill"]
 
@@ -61,7 +62,7 @@ def fill(
         (True, False)
     """
     task = check_filling(
-        inner_model(model), x, known, num, passes, temperature, observe, seed, rows
+        check_model(model), x, known, num, passes, temperature, observe, seed, rows
     )
     return task.finish(make_part(*task.work, position=0, states=None)[0])
 

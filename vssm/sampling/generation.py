@@ -12,22 +12,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vssm.checks import check_model
 from vssm.distributions import Latents
-from vssm.models import VRNN, AnyPart, Autoregressive, Ladder, Model, Variational, inner_model
-from vssm.models.base import owner_of
+from vssm.models import VRNN, AnyPart, Autoregressive, Ladder, Model, Variational, first_weight
 from vssm.nn import State
 from vssm.nn.show import html_table
+from vssm.noise import Noise
 from vssm.sampling.anypart import read_any_part, sample_any_part
 from vssm.sampling.ladder import read_ladder, sample_ladder
 from vssm.sampling.parallel import read_variational, sample_variational
 from vssm.sampling.request import (
-    Noise,
     Options,
     Result,
     check_reading,
     check_request,
+    divide,
+    rows_of_slab,
 )
-from vssm.sampling.slabs import divide, in_slabs, rows_of_slab
+from vssm.sampling.slabs import in_slabs
 from vssm.sampling.stepwise import (
     read_autoregressive,
     read_vrnn,
@@ -128,12 +130,12 @@ def generate(
         >>> torch.allclose(whole.x, torch.cat([half.x, rest.x], 1), atol=1e-6)
         True
     """
-    model = inner_model(model)
+    model = check_model(model)
     with torch.no_grad():
         dials = chunk, recondition, passes, temperature, observe, cache
         request = check_request(model, num, length, prompt, state, seed, rows, *dials)
         x, z, after = sample(model, *request)
-        return Generation(x, z, own_state(after, request.source, owner_of(model.config)))
+        return Generation(x, z, own_state(after, request.source, model.owner))
 
 
 @torch.no_grad()
@@ -172,9 +174,9 @@ def observe(
         >>> torch.allclose(*made, atol=1e-6)
         True
     """
-    model = inner_model(model)
+    model = check_model(model)
     x, before, source = check_reading(model, x, state, seed, rows, num)
-    return own_state(read(model, x, before, source), source, owner_of(model.config))
+    return own_state(read(model, x, before, source), source, model.owner)
 
 
 def sample(
@@ -195,6 +197,9 @@ def sample(
         options: What is asked for.
         empty: As for `sample_variational`.
     """
+    if options.length == 0:
+        after = state if prompt is None else read(model, prompt, state, source)
+        return *_no_steps(model, source), after
     if isinstance(model, VRNN):
         return sample_vrnn(model, prompt, state, source, options)
     if isinstance(model, AnyPart):
@@ -209,15 +214,27 @@ def sample(
         algorithm = partial(sample_variational, model, empty=empty)
     else:
         algorithm = partial(sample_autoregressive, model)
+    if rows >= source.num:
+        return algorithm(prompt, state, source, options)
 
     def make(prompt: Tensor | None, state: State | None, source: Noise) -> State:
         x, z, after = algorithm(prompt, state, source, options)
-        parts = {"x": x, "z": z, "state": after}
-        return State({name: part for name, part in parts.items() if part is not None})
+        assert after is not None
+        return State({"x": x, "state": after} | ({} if z is None else {"z": z}))
 
     made = in_slabs(make, rows, source.num, prompt, state, source)
-    z = made["z"] if "z" in made.children else None
-    return made["x"], z, made.child("state") if "state" in made.children else None
+    return made["x"], made["z"] if "z" in made.children else None, made.child("state")
+
+
+def _no_steps(model: Model, source: Noise) -> tuple[Tensor, Tensor | None]:
+    """Returns x and z of zero steps."""
+    num, device, z = source.num, source.row.device, None
+    if not isinstance(model, Autoregressive):
+        z = torch.empty(num, 0, model.config.latents, dtype=torch.int64, device=device)
+    if model.head.tokens:
+        return torch.empty(num, 0, dtype=torch.int64, device=device), z
+    dtype = torch.promote_types(first_weight(model).dtype, torch.float32)  # that of made steps
+    return torch.empty(num, 0, model.config.features, dtype=dtype, device=device), z
 
 
 def read(model: Model, x: Tensor, state: State | None, source: Noise) -> State:

@@ -14,7 +14,8 @@ from torch import Tensor
 from vssm.distributions import Latents
 from vssm.models import Ladder
 from vssm.nn import State
-from vssm.sampling.request import Noise, Options, Result, no_steps
+from vssm.noise import LATENT, OBSERVATION, Noise
+from vssm.sampling.request import Options, Result
 
 __all__ = ["read_ladder", "sample_ladder"]
 
@@ -37,12 +38,9 @@ def sample_ladder(
         zs.append(z)
         if options.recondition:
             _, after = model.descend(model.decoder.embed(x), None, trunk)
-        position, trunk, blind = position + width, after, not options.recondition
-    if trunk is None:
-        return *no_steps(model, source), None
-    state = State({"blind" if blind else "trunk": trunk}, position)
-    if not xs:
-        return *no_steps(model, source), state
+        position, trunk = position + width, after
+    assert trunk is not None
+    state = State({"trunk" if options.recondition else "blind": trunk}, position)
     return torch.cat(xs, 1), torch.cat(zs, 1), state
 
 
@@ -50,7 +48,7 @@ def _make(
     model: Ladder, trunk: State | None, position: int, width: int, source: Noise, options: Options
 ) -> tuple[Tensor, Tensor, State]:
     """Returns x and z of the next steps, and the state of the network after them."""
-    u = source.latent(model, position, width)
+    u = source.uniform(position, width, model.config.latents, LATENT)
     draws = u.chunk(model.config.levels, -1)
     levels = range(model.config.levels)
     helds = [model.held(level, trunk) for level in levels]
@@ -66,11 +64,10 @@ def _make(
     z = torch.cat(
         [model.rung(level).at_steps(zs[level], helds[level], width) for level in levels], -1
     )
-    if options.sample:
-        x = p_x.sample(source.observation(model, position, width), options.temperature)
-    else:
-        x = p_x.mean
-    return x, z, after
+    if not options.sample:
+        return p_x.mean, z, after
+    w = source.uniform(position, width, model.head.noise_size, OBSERVATION)
+    return p_x.sample(w, options.temperature), z, after
 
 
 def read_ladder(model: Ladder, x: Tensor, state: State | None) -> State:

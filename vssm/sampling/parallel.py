@@ -19,8 +19,9 @@ from torch import Tensor
 from vssm.distributions import Latents
 from vssm.models import Variational
 from vssm.nn import State
+from vssm.noise import LATENT, OBSERVATION, Noise
 from vssm.sampling.ahead import posterior_ahead
-from vssm.sampling.request import Noise, Options, Result, no_steps
+from vssm.sampling.request import Options, Result
 
 __all__ = ["draw", "empty_steps", "read_variational", "sample_variational"]
 
@@ -40,56 +41,56 @@ def sample_variational(
     `empty` is the partial posterior's pass over empty tokens from nothing, if the caller has kept
     it.
     """
-    num, position = source.num, 0 if state is None else state.position
-    blind = state is not None and "blind" in state.children
-    if prompt is not None and (options.recondition or options.length == 0):
-        state = read_variational(model, prompt, state, source)
-        position, prompt = state.position, None
-    partial = None if state is None else state.child("blind" if blind else "partial")
-    decoder = None if state is None else state.child("decoder")
-    steps = empty_steps(options, num) if prompt is None and state is None else 0
-    if steps and empty is None:
-        empty = model.partial_posterior(empty=steps)  # one row serves all rows
+    if prompt is not None and options.recondition:
+        prompt, state = None, read_variational(model, prompt, state, source)
+    if prompt is None and state is None and empty is None:
+        empty = model.partial_posterior(empty=empty_steps(options, source.num))  # serves all rows
+    partial, decoder = _states_of(state)
     xs, zs = [], []
     for first in range(0, options.length, options.chunk):
         width = min(options.chunk, options.length - first)
-        known = 0 if prompt is None else prompt.shape[1]
-        if empty is not None and first + width <= steps:
+        if empty is not None and first + width <= empty[0].raw.shape[1]:
             q_z, ahead = Latents(empty[0].raw[:, first : first + width]), empty[1]
         else:
             q_z, ahead = model.partial_posterior(prompt, empty=width, state=partial)
-        x, z, decoder = _make(model, q_z, partial, decoder, position, known, source, options)
+        x, z, decoder = _make(model, q_z, width, partial, decoder, source, options)
+        if options.recondition:
+            _, ahead = model.partial_posterior(x, state=_expand(partial, source.num))
+        partial, prompt = ahead, None
         xs.append(x)
         zs.append(z)
-        if options.recondition:
-            before = None if partial is None else partial.expand(num)
-            _, ahead = model.partial_posterior(x, state=before)
-        partial, prompt, position = ahead, None, position + known + width
-    if partial is None or decoder is None:
-        return *no_steps(model, source), None
-    blind = blind or (options.length > 0 and not options.recondition)
-    name = "blind" if blind else "partial"
-    state = State({name: partial.expand(num), "decoder": decoder}, position)
-    if not xs:
-        return *no_steps(model, source), state
+    assert partial is not None and decoder is not None
+    read = "partial" if options.recondition else "blind"
+    state = State({read: partial.expand(source.num), "decoder": decoder}, decoder.position)
     return _join(xs), _join(zs), state
+
+
+def _states_of(state: State | None) -> tuple[State | None, State | None]:
+    """Returns the states of the partial posterior, which may be blind, and of the decoder."""
+    if state is None:
+        return None, None
+    return state.child("blind" if "blind" in state.children else "partial"), state.child("decoder")
+
+
+def _expand(state: State | None, num: int) -> State | None:
+    return None if state is None else state.expand(num)
 
 
 def _make(
     model: Variational,
     q_z: Latents,
+    width: int,
     partial: State | None,
     decoder: State | None,
-    position: int,
-    known: int,
     source: Noise,
     options: Options,
 ) -> tuple[Tensor, Tensor, State]:
     """Makes a chunk in S passes; returns its new x and z, and the state of the decoder after it."""
-    length, temperature = q_z.raw.shape[1], options.temperature
-    u, w = source.latent(model, position, length), None
+    position, length = 0 if decoder is None else decoder.position, q_z.raw.shape[1]
+    temperature, known = options.temperature, length - width
+    u, w = source.uniform(position, length, model.config.latents, LATENT), None
     if options.sample:
-        w = source.observation(model, position, length)
+        w = source.uniform(position, length, model.head.noise_size, OBSERVATION)
 
     def decode(z: Tensor) -> tuple[Tensor, State]:
         p_x, after = model.likelihood(z, decoder)
@@ -98,8 +99,7 @@ def _make(
     z = draw(q_z, u, known, temperature)
     x, after = decode(z)
     for _ in range(min(options.passes, length) - 1):
-        before = None if partial is None else partial.expand(source.num)
-        z = posterior_ahead(model, x, before).sample(u, temperature)
+        z = posterior_ahead(model, x, _expand(partial, source.num)).sample(u, temperature)
         x, after = decode(z)
     return x[:, known:], z[:, known:], after
 
@@ -125,13 +125,12 @@ def _join(parts: list[Tensor]) -> Tensor:
 
 def read_variational(model: Variational, x: Tensor, state: State | None, source: Noise) -> State:
     """Reads known data: draws its latents from the partial posterior and feeds the decoder."""
-    position = 0 if state is None else state.position
-    before = (None, None) if state is None else (state.child("partial"), state.child("decoder"))
-    q_z, partial = model.partial_posterior(x, state=before[0])
-    z = q_z.sample(source.latent(model, position, x.shape[1]))
-    _, decoder = model.likelihood(z, before[1])
-    partial = partial.expand(len(z))
-    return State({"partial": partial, "decoder": decoder}, position + x.shape[1])
+    partial, decoder = _states_of(state)
+    q_z, partial = model.partial_posterior(x, state=partial)
+    position = 0 if decoder is None else decoder.position
+    z = q_z.sample(source.uniform(position, x.shape[1], model.config.latents, LATENT))
+    _, decoder = model.likelihood(z, decoder)
+    return State({"partial": partial.expand(len(z)), "decoder": decoder}, decoder.position)
 
 
 def draw(q_z: Latents, u: Tensor, known: int, temperature: float) -> Tensor:

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vssm.checks import shown
-from vssm.models import Model, first_weight, inner_model
+from vssm.checks import check_model, check_sequence, shown
+from vssm.models import Model
 from vssm.nn import State
 from vssm.sampling.generation import Generation, generate
-from vssm.sampling.request import check_noise, check_sequence
+from vssm.sampling.request import check_noise
 
 __all__ = ["Ragged", "generate_ragged", "pad"]
 
@@ -91,9 +91,9 @@ def generate_ragged(
         >>> torch.allclose(together[1], alone[0], atol=1e-5)
         True
     """
-    model = inner_model(model)
+    model = check_model(model)
     x, lengths = pad(prompts)
-    x = check_sequence(model, x, "prompts", first_weight(model).device, steps=0)
+    x = check_sequence(model, x, "prompts", steps=0)
     seeds = check_noise(len(x), seed, None, None, x.device).seed
     made: dict[int, Generation] = {}
     for steps in sorted(set(lengths.tolist())):

@@ -1,12 +1,17 @@
-"""Checks a call of `generate` or `observe`, once, and turns it into a `Request`.
+"""What a call of `generate` or `observe` asks for, checked once, and the memory that it may take.
 
 A request holds the prompt, the state to go on from, the noise of every row, and the options. The
 algorithms of `vssm.sampling` and the engine take it as it is.
+
+Parallel generation holds all steps of all rows in memory: a thousand sequences of four thousand
+steps would need 240 GB at the paper's scale, where a GPU is as busy with 15 GB. So a vssm makes
+long sequences in chunks, and a call that is still too large is made in slabs of rows. A transformer
+that generates step by step needs several times the memory of its keys and values. Results change by
+rounding only.
 """
 
 import math
 import operator
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,69 +19,38 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vssm import noise
-from vssm.checks import check_choice, check_flag, shown, whole_number, whole_numbers
-from vssm.models import VRNN, AnyPart, Autoregressive, Ladder, Model, Variational, first_weight
+from vssm.checks import (
+    check_choice,
+    check_flag,
+    check_memory,
+    check_sequence,
+    shown,
+    whole_number,
+    whole_numbers,
+)
+from vssm.models import AnyPart, Autoregressive, Ladder, Model, Variational, first_weight
 from vssm.nn import State
-from vssm.sampling.resuming import check_reads, check_state, shares_latents
+from vssm.noise import Noise
+from vssm.sampling.resuming import check_reads, check_state, with_rows
 
 __all__ = [
-    "Noise",
     "Options",
     "Request",
     "Result",
-    "check_bytes",
     "check_noise",
     "check_reading",
     "check_request",
-    "check_room",
-    "check_sequence",
     "check_temperature",
-    "no_steps",
+    "divide",
+    "rows_of_slab",
 ]
 
-
-class Noise:
-    """The noise of a batch: the seed and the row that each sequence reads.
-
-    Arguments:
-        seed: The seed of each sequence, (B,).
-        row: The row of each sequence, (B,).
-        start: Added to all positions, (1,), where only the device knows them.
-    """
-
-    def __init__(self, seed: Tensor, row: Tensor, start: Tensor | None = None) -> None:
-        self.seed: Tensor = seed
-        self.row: Tensor = row
-        self.start: Tensor | None = start
-
-    @property
-    def num(self) -> int:
-        """The number of sequences."""
-        return len(self.row)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the noise is made."""
-        return self.row.device
-
-    def latent(self, model: Variational | VRNN | Ladder, position: int, length: int) -> Tensor:
-        """Returns uniform numbers for the latents of some steps, (B, length, Z)."""
-        return self._uniform(position, length, model.config.latents, noise.LATENT)
-
-    def observation(self, model: Model, position: int, length: int) -> Tensor:
-        """Returns uniform numbers for the observations of some steps, (B, length, ...)."""
-        return self._uniform(position, length, model.head.noise_size, noise.OBSERVATION)
-
-    def uniform(
-        self, position: int, length: int, components: int, stream: int, draw: int = 0
-    ) -> Tensor:
-        """Returns uniform numbers of a stream for some steps, (B, length, components)."""
-        return noise.uniform(self.seed, self.row, position, length, components, stream, draw)
-
-    def _uniform(self, position: int, length: int, components: int, stream: int) -> Tensor:
-        where = position if self.start is None else self.start + position
-        return noise.uniform(self.seed, self.row, where, length, components, stream)
+SHORTEST = 256  # steps of a chunk: with fewer, rows are divided
+_SHARE = 8  # a slab takes about this part of a GPU's memory: smaller ones are slower
+_CPU_BYTES = 2**32  # of a slab on a CPU
+_COPIES = 3.75  # of its keys and values that a recorded transformer takes, as measured on an H200
+_USABLE = 0.9  # of a GPU's memory
+_LOGITS = 3  # copies of the latents' logits of a pass
 
 
 class Options(NamedTuple):
@@ -92,21 +66,6 @@ class Options(NamedTuple):
     cache: bool = True
 
 
-Result = tuple[Tensor, Tensor | None, State | None]
-"""x, z and the state after them."""
-
-
-def no_steps(model: Model, source: Noise) -> tuple[Tensor, Tensor | None]:
-    """Returns x and z of zero steps."""
-    num, device, z = source.num, source.device, None
-    if not isinstance(model, Autoregressive):
-        z = torch.empty(num, 0, model.config.latents, dtype=torch.int64, device=device)
-    if model.head.tokens:
-        return torch.empty(num, 0, dtype=torch.int64, device=device), z
-    dtype = torch.promote_types(first_weight(model).dtype, torch.float32)  # that of made steps
-    return torch.empty(num, 0, model.config.features, dtype=dtype, device=device), z
-
-
 class Request(NamedTuple):
     """A call of `generate` that was checked."""
 
@@ -115,6 +74,10 @@ class Request(NamedTuple):
     """The state to go on from, at a position above 0."""
     source: Noise
     options: Options
+
+
+Result = tuple[Tensor, Tensor | None, State | None]
+"""x, z and the state after them."""
 
 
 def check_request(
@@ -128,32 +91,30 @@ def check_request(
     *dials: Any,  # noqa: ANN401
 ) -> Request:
     """Checks the arguments of `generate`, of the same names; the dials are those of `Options`."""
-    options = _check_options(model, length, state is not None, *dials)
-    device = first_weight(model).device
+    options = _check_options(model, length, *dials)
+    weight = first_weight(model)
     if prompt is not None:
-        prompt = check_sequence(model, prompt, "prompt", device, steps=0)
+        prompt = _in_dtype(check_sequence(model, prompt, "prompt", steps=0), weight)
     if state is not None:
-        state = check_state(model, state, device)
-    num = _check_num(None if num is None else whole_number("num", num, 1), prompt, state)
-    check_room(model, num, options.length, device)
-    if state is not None and state.batch != num:
-        if shares_latents(model, state):
-            raise ValueError(
-                f"num={num} sequences would share the latents behind this state of one row. If "
-                f"it has read data, pass num={num} to observe, so that each draws its own; to "
-                f"continue one sample in {num} ways, pass state.repeat({num})"
-            )
-        state = state.repeat(num)
-    if state is not None and prompt is not None:
-        prompt = prompt.expand(num, *prompt.shape[1:])
-    source = check_noise(num, seed, rows, state, device)
+        state = check_state(model, state, weight)
+    num = _check_num(num, prompt, state)
+    _check_room(model, num, options.length, weight.device)
+    if state is not None:
+        state = with_rows(model, state, num)
+        prompt = None if prompt is None else prompt.expand(num, *prompt.shape[1:])
+    source = check_noise(num, seed, rows, state, weight.device)
     if prompt is not None and prompt.shape[1] == 0:
         prompt = None
-    if prompt is not None and state is not None:
-        check_reads(state, "prompt and state together are ambiguous here")
-    if state is not None and options.recondition:
-        name = "recondition=True" if options.passes == 1 else f"passes={options.passes}"
-        check_reads(state, f"{name} can not start from this state")
+    if state is not None:
+        if not options.cache:
+            raise ValueError(
+                "cache=False recomputes from the first step and can not use a state; use a prompt"
+            )
+        if prompt is not None:
+            check_reads(state, "prompt and state together are ambiguous here")
+        if options.recondition:
+            name = "recondition=True" if options.passes == 1 else f"passes={options.passes}"
+            check_reads(state, f"{name} can not start from this state")
     before = state if state is not None and state.position else None
     return Request(prompt, before, source, options)
 
@@ -167,12 +128,12 @@ def check_reading(
     num: int | None,
 ) -> tuple[Tensor, State | None, Noise]:
     """Checks the arguments of `observe`, of the same names."""
-    device = first_weight(model).device
     if model.config.given:
         raise ValueError("observe is not for models with given features; use vssm.fill")
-    x = check_sequence(model, x, "x", device)
+    weight = first_weight(model)
+    x = _in_dtype(check_sequence(model, x), weight)
     if state is not None:
-        state = check_state(model, state, device)
+        state = check_state(model, state, weight)
         check_reads(state, "x can not follow this state")
     own = len(x) if state is None else state.batch
     num = own if num is None else whole_number("num", num, 1)
@@ -182,8 +143,8 @@ def check_reading(
         )
     if len(x) not in (1, num):
         raise ValueError(f"x has {len(x)} rows; it must have {num}, or one row for all")
-    check_room(model, num, x.shape[1], device)
-    source = check_noise(num, seed, rows, state, device)
+    _check_room(model, num, x.shape[1], weight.device)
+    source = check_noise(num, seed, rows, state, weight.device)
     return x, state if state is not None and state.position else None, source
 
 
@@ -234,7 +195,6 @@ def check_noise(
 def _check_options(
     model: Model,
     length: int,
-    resumed: bool,
     chunk: int | None,
     recondition: bool,
     passes: int,
@@ -248,93 +208,124 @@ def _check_options(
     check_flag("recondition", recondition)
     check_flag("cache", cache)
     check_choice("observe", observe, ("mean", "sample"))
-    _check_kind(model, chunk, recondition, passes, cache)
-    if not cache and resumed:
-        raise ValueError(
-            "cache=False recomputes from the first step and can not use a state; use a prompt"
-        )
-    sample = observe == "sample" or (model.head.tokens and isinstance(model, Autoregressive))
+    kind, stepwise = model.config.kind, isinstance(model, Autoregressive)
     if model.config.given:
         raise ValueError(
             f"the model has {model.config.given} given features, which generate can not know; "
             "use vssm.fill, with their values in x"
         )
+    if passes > 1 and isinstance(model, Ladder):
+        raise ValueError(f"passes={passes} is for a vssm or tvae without levels; use passes=1")
+    if kind not in ("vssm", "tvae"):
+        given = {"recondition=True": recondition, f"passes={passes}": passes > 1}
+        given[f"chunk={chunk}"] = chunk is not None
+        if name := next((name for name, there in given.items() if there), None):
+            raise ValueError(
+                f"{name} is for models that generate in parallel, not kind={kind!r}; "
+                "use a vssm or tvae"
+            )
+    if not cache and not stepwise:
+        raise ValueError(
+            f"cache=False is for autoregressive models, not kind={kind!r}; "
+            "use a transformer, ssm or rnn"
+        )
+    sample = observe == "sample" or (model.head.tokens and stepwise)
     recondition = bool(recondition) or (passes > 1 and not isinstance(model, AnyPart))
     chunk = chunk or max(length, 1)
     return Options(length, chunk, recondition, passes, temperature, sample, bool(cache))
 
 
-def _check_kind(
-    model: Model, chunk: int | None, recondition: bool, passes: int, cache: bool
-) -> None:
-    """Raises `ValueError` for options that are not for the kind of a model."""
-    kind = model.config.kind
-    if passes > 1 and isinstance(model, Ladder):
-        raise ValueError(f"passes={passes} is for a vssm or tvae without levels; use passes=1")
-    given = {"recondition=True": recondition, f"passes={passes}": passes > 1}
-    given[f"chunk={chunk}"] = chunk is not None
-    name = next((name for name, there in given.items() if there), None)
-    if name is not None and not isinstance(model, Variational | Ladder | AnyPart):
-        raise ValueError(
-            f"{name} is for models that generate in parallel, not kind={kind!r}; use a vssm or tvae"
-        )
-    if not cache and not isinstance(model, Autoregressive):
-        raise ValueError(
-            f"cache=False is for autoregressive models, not kind={kind!r}; "
-            "use a transformer, ssm or rnn"
-        )
-
-
-def check_sequence(
-    model: Model, x: Tensor, name: str, device: torch.device, steps: int = 1
-) -> Tensor:
-    """Returns sequences in the dtype of the model; raises `ValueError` if they do not fit it."""
-    model.head.validate(x, name=name, values=False, steps=steps)
-    if x.device != device:
-        raise ValueError(f"{name} is on {x.device}; move it to {device}, where the model is")
-    model.head.validate(x, name=name, steps=steps)
-    return x.to(torch.int64 if model.head.tokens else first_weight(model).dtype)
-
-
-def check_room(model: Model, num: int, length: int, device: torch.device) -> None:
-    """Raises `ValueError` if x and z alone would not fit into memory.
-
-    Otherwise the operating system would kill the process.
-    """
-    numbers = 1 if model.head.tokens else model.config.features
-    numbers += 0 if isinstance(model, Autoregressive) else model.config.latents
-    check_bytes(f"num={num} and length={length}", 4 * num * length * numbers, device)
-
-
-def check_bytes(what: str, needed: int, device: torch.device) -> None:
-    """Raises `ValueError` if a result takes more memory than a device has."""
-    room = _memory(device)
-    if room and needed > room:
-        raise ValueError(
-            f"{what} would take {needed / 1e9:,.0f} GB, but {device} has {room / 1e9:,.0f} GB; "
-            "ask for less at once"
-        )
-
-
-def _memory(device: torch.device) -> int:
-    """Returns the bytes that a device has; 0 if that is unknown."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # not on every system
-        return 0
-
-
 def _check_num(num: int | None, prompt: Tensor | None, state: State | None) -> int:
     """Returns the number of rows; a prompt or state of one row serves any number."""
-    given = {}
-    if prompt is not None:
-        given["prompt"] = len(prompt)
-    if state is not None:
-        given["state"] = state.batch
+    num = None if num is None else whole_number("num", num, 1)
+    given = {} if prompt is None else {"prompt": len(prompt)}
+    given |= {} if state is None else {"state": state.batch}
     total = num or max(given.values(), default=1)
     for name, batch in given.items():
         if batch not in (1, total) or not batch:
             raise ValueError(f"{name} has {batch} rows; it must have 1 or {total or 'more'}")
     return total
+
+
+def _in_dtype(x: Tensor, weight: Tensor) -> Tensor:
+    return x.to(weight.dtype) if x.is_floating_point() else x
+
+
+def _check_room(model: Model, num: int, length: int, device: torch.device) -> None:
+    """Raises `ValueError` if x and z alone would not fit into memory."""
+    numbers = 1 if model.head.tokens else model.config.features
+    numbers += 0 if isinstance(model, Autoregressive) else model.config.latents
+    check_memory(f"num={num} and length={length}", 4 * num * length * numbers, device)
+
+
+def divide(
+    model: Model, prompt: Tensor | None, state: State | None, num: int, options: Options
+) -> tuple[Options, int]:
+    """Returns options whose chunks fit the memory, and how many rows to make at a time."""
+    known = 0 if prompt is None else prompt.shape[1]
+    if isinstance(model, Autoregressive):
+        before = known + (0 if state is None else state.position)
+        return options, rows_of_cache(model, num, before + options.length)
+    reads = prompt is not None or state is not None
+    if model.config.kind == "vssm" and not options.recondition and isinstance(model, Variational):
+        # Short chunks are as fast as long ones here, and change nothing.
+        weight = first_weight(model)
+        taken = num * bytes_of_step(model, weight, reads)
+        if not reads:  # the logits of one row serve all rows
+            taken += _LOGITS * model.config.latents * model.config.classes * weight.itemsize
+        most = max(bytes_of_slab(weight.device) // taken - known, SHORTEST)
+        options = options._replace(chunk=min(options.chunk, most))
+    steps = known + min(options.chunk, options.length)
+    return options, rows_of_slab(model, num, steps, reads or options.recondition)
+
+
+def rows_of_slab(model: Model, num: int, steps: int, reads: bool) -> int:
+    """Returns how many of `num` rows to make at a time, in slabs of equal size.
+
+    Arguments:
+        model: The model.
+        num: The number of rows.
+        steps: The steps of a row that are in memory at once.
+        reads: Whether every row has latents of its own, as after a prompt or a state.
+    """
+    weight = first_weight(model)
+    most = bytes_of_slab(weight.device) // max(1, steps * bytes_of_step(model, weight, reads))
+    return -(-num // -(-num // max(most, 1)))
+
+
+def rows_of_cache(model: Model, num: int, steps: int) -> int:
+    """Returns how many of `num` rows to make at a time, so that keys and values of `steps` fit."""
+    weight, config = first_weight(model), model.config
+    usable = _USABLE * bytes_of_device(weight.device)
+    if config.kind != "transformer" or not usable:
+        return num
+    row = 2 * config.width * config.layers * steps * weight.itemsize
+    room = usable - num * row  # beside the state of all rows
+    if num * row * _COPIES <= usable or room < row * _COPIES:
+        return num
+    return -(-num // -(-num // int(room / (row * _COPIES))))
+
+
+def bytes_of_slab(device: torch.device) -> int:
+    """Returns how much memory a slab may take."""
+    return bytes_of_device(device) // _SHARE or _CPU_BYTES
+
+
+def bytes_of_device(device: torch.device) -> int:
+    """Returns the memory of a GPU, and 0 of a CPU, whose programs share it."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
+def bytes_of_step(model: Model, weight: Tensor, reads: bool) -> int:
+    """Returns about how many bytes a pass takes for a row and step, as measured on an H200.
+
+    Products and scan of one block are in memory at a time, beside logits of latents and head. Keys
+    and values of all blocks of attention stay, with the queries, which share their memory.
+    """
+    config = model.config
+    numbers = config.width * (5 * config.expand + 5) + 4 * model.head.size
+    if config.kind in ("transformer", "tvae"):  # a call that reads has two stacks of it
+        numbers += 3 * config.width * config.layers * (2 if reads else 1)
+    if reads:
+        numbers += _LOGITS * config.latents * config.classes
+    return numbers * weight.itemsize

@@ -4,11 +4,10 @@ import torch
 from torch import Tensor
 
 from vssm.checks import whole_number
-from vssm.models import VRNN, Model, Variational, first_weight
-from vssm.models.base import owner_of
+from vssm.models import VRNN, Model, Variational
 from vssm.nn import State
 
-__all__ = ["check_reads", "check_state", "shares_latents"]
+__all__ = ["check_reads", "check_state", "shares_latents", "with_rows"]
 
 _FLOAT32 = ("ssm", "last", "open")  # these parts of a state do not have the dtype of the weights
 
@@ -23,14 +22,13 @@ def check_reads(state: State, refusal: str) -> None:
         )
 
 
-def check_state(model: Model, state: State, device: torch.device) -> State:
-    """Returns a state in the precision of the model."""
+def check_state(model: Model, state: State, weight: Tensor) -> State:
+    """Returns a state in the precision of a weight of the model."""
     if not isinstance(state, State):
         raise ValueError(f"state is a {type(state).__name__}; use one from generate or observe")
-    owner = owner_of(model.config)
-    if state.owner != owner:
+    if state.owner != model.owner:
         raise ValueError(
-            f"state belongs to another model ({state.owner or 'unknown'}); use one of {owner}"
+            f"state belongs to another model ({state.owner or 'unknown'}); use one of {model.owner}"
         )
     whole_number("state.position", state.position, 0)
     rows = len(state["row"])
@@ -38,9 +36,9 @@ def check_state(model: Model, state: State, device: torch.device) -> State:
         if tensor.shape[:1] != (rows,):
             shape = tuple(tensor.shape)
             raise ValueError(f"state has {name!r} of shape {shape}; its first size must be {rows}")
-        if tensor.device != device:
-            raise ValueError(f"state is on {tensor.device}; use state.to({str(device)!r})")
-    return _cast(state, first_weight(model).dtype, torch.is_autocast_enabled(device.type))
+        if tensor.device != weight.device:
+            raise ValueError(f"state is on {tensor.device}; use state.to({str(weight.device)!r})")
+    return _cast(state, weight.dtype, torch.is_autocast_enabled(weight.device.type))
 
 
 def _cast(state: State, dtype: torch.dtype, autocast: bool) -> State:
@@ -53,6 +51,19 @@ def _cast(state: State, dtype: torch.dtype, autocast: bool) -> State:
 
     children = {name: cast(name, child) for name, child in state.children.items()}
     return State(children, state.position, state.owner)
+
+
+def with_rows(model: Model, state: State, num: int) -> State:
+    """Returns a state of `num` rows; raises `ValueError` if they would share latents of data."""
+    if state.batch == num:
+        return state
+    if shares_latents(model, state):
+        raise ValueError(
+            f"num={num} sequences would share the latents behind this state of one row. If "
+            f"it has read data, pass num={num} to observe, so that each draws its own; to "
+            f"continue one sample in {num} ways, pass state.repeat({num})"
+        )
+    return state.repeat(num)
 
 
 def shares_latents(model: Model, state: State) -> bool:

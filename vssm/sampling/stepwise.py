@@ -8,8 +8,9 @@ from torch import Tensor
 
 from vssm.models import VRNN, Autoregressive
 from vssm.nn import State, reserve, trim
-from vssm.sampling.request import Noise, Options, Result, no_steps
-from vssm.sampling.slabs import in_slabs, rows_of_slab
+from vssm.noise import LATENT, OBSERVATION, Noise
+from vssm.sampling.request import Options, Result, rows_of_slab
+from vssm.sampling.slabs import in_slabs
 
 __all__ = [
     "next_vrnn",
@@ -39,15 +40,14 @@ def sample_autoregressive(
     xs = []
     for t in range(options.length):
         if t % _NOISE_STEPS == 0:
-            u = source.observation(model, position + t, min(_NOISE_STEPS, options.length - t))
+            ahead = min(_NOISE_STEPS, options.length - t)
+            u = source.uniform(position + t, ahead, model.head.noise_size, OBSERVATION)
         p_x, stack = model.next(num, state)
         if t == 0 and model.config.block == "attention":
             stack = reserve(stack, options.length - 1)
         x = p_x.sample(u[:, t % _NOISE_STEPS, None], options.temperature)
         xs.append(x if options.sample else p_x.mean)
         state = State({"stack": stack, "last": x}, position + t + 1)
-    if not xs:
-        return *no_steps(model, source), state
     assert state is not None
     return torch.cat(xs, 1), None, trim(state)
 
@@ -70,7 +70,7 @@ def sample_recomputed(
     num = source.num
     x = None if prompt is None else prompt.expand(num, *prompt.shape[1:])
     position, state = 0 if x is None else x.shape[1], None
-    u = source.observation(model, position, options.length)
+    u = source.uniform(position, options.length, model.head.noise_size, OBSERVATION)
     xs = []
     for t in range(options.length):
         p_x, stack = model.recompute(num, x)
@@ -78,8 +78,6 @@ def sample_recomputed(
         xs.append(x_t if options.sample else p_x.mean)
         x = x_t if x is None else torch.cat([x, x_t], 1)
         state = State({"stack": stack, "last": x_t}, position + t + 1)
-    if not xs:
-        return *no_steps(model, source), None if x is None else model(x)[1]
     return torch.cat(xs, 1), None, state
 
 
@@ -91,17 +89,15 @@ def sample_vrnn(
     if prompt is not None:
         state = read_vrnn(model, prompt.expand(num, *prompt.shape[1:]), state, source)
     position = 0 if state is None else state.position
-    u, w = source.latent(model, position, options.length), None
+    u, w = source.uniform(position, options.length, model.config.latents, LATENT), None
     if options.sample:
-        w = source.observation(model, position, options.length)
+        w = source.uniform(position, options.length, model.head.noise_size, OBSERVATION)
     xs, zs = [], []
     for t in range(options.length):
         h, w_t = model.memory(num, state), None if w is None else w[:, t, None]
         x, z, state = next_vrnn(model, h, state, u[:, t, None], w_t, options.temperature)
         xs.append(x)
         zs.append(z)
-    if not xs:
-        return *no_steps(model, source), state
     return torch.cat(xs, 1), torch.cat(zs, 1), state
 
 
@@ -117,5 +113,6 @@ def next_vrnn(
 
 def read_vrnn(model: VRNN, x: Tensor, state: State | None, source: Noise) -> State:
     """Reads known data: draws the latent of every step from its posterior."""
-    u = source.latent(model, 0 if state is None else state.position, x.shape[1])
+    position = 0 if state is None else state.position
+    u = source.uniform(position, x.shape[1], model.config.latents, LATENT)
     return model(x, lambda t, q_z: q_z.sample(u[:, t, None]), state).state

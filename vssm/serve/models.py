@@ -15,9 +15,9 @@ from vssm.forecasting.forecaster import Forecaster
 from vssm.models import AnyPart, Ladder, Model, Variational
 from vssm.models.anypart import order_of_passes
 from vssm.nn import State
+from vssm.noise import Noise
 from vssm.runs import pretrained
 from vssm.runs.checkpoint import load_finite
-from vssm.sampling.request import Noise
 
 __all__ = ["Served", "ServedForecaster", "open_models"]
 
