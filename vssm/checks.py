@@ -18,7 +18,6 @@ __all__ = [
     "check_choice",
     "check_device",
     "check_flag",
-    "check_memory",
     "check_model",
     "check_number",
     "check_path",
@@ -27,7 +26,6 @@ __all__ = [
     "choose_device",
     "name_allowed",
     "plain_number",
-    "printable",
     "shown",
     "whole_number",
     "whole_numbers",
@@ -102,14 +100,9 @@ def check_sequence(
     steps: int = 1,
     wait: bool = True,
 ) -> Tensor:
-    """Returns sequences that fit a model, tokens as int64; raises `ValueError` for others.
+    """Returns sequences that fit a model, of `steps` or more, tokens as int64; raises for others.
 
-    Arguments:
-        model: The model.
-        x: The sequences.
-        name: What the message calls them.
-        steps: The fewest steps that are allowed.
-        wait: Whether to check values on a GPU too, which waits for the device.
+    Without `wait`, values on a GPU are not checked.
     """
     device = next(model.parameters()).device
     model.head.validate(x, name, values=False, steps=steps)
@@ -118,22 +111,6 @@ def check_sequence(
     if wait or device.type == "cpu":
         model.head.validate(x, name, steps=steps)
     return x.long() if model.head.tokens else x
-
-
-def check_memory(what: str, needed: int, device: torch.device) -> None:
-    """Raises `ValueError` for more bytes than a device has: the system would kill the process."""
-    if device.type == "cuda":
-        room = torch.cuda.get_device_properties(device).total_memory
-    else:
-        try:
-            room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        except (AttributeError, ValueError, OSError):  # not on every system
-            return
-    if needed > room:
-        raise ValueError(
-            f"{what} would take {needed / 1e9:,.0f} GB, but {device} has {room / 1e9:,.0f} GB; "
-            "ask for less at once"
-        )
 
 
 def whole_number(name: str, value: object, least: int) -> int:
@@ -173,26 +150,27 @@ def shown(value: object) -> str:
     return " ".join(repr(plain_number(value)).split())[:200]
 
 
-def printable(text: str) -> str:
-    r"""Returns a text with its control characters escaped, so that a terminal ignores them.
-
-    >>> printable("a\tb\n\x1b[2J")
-    'a\tb\n\\x1b[2J'
-    """
-    return "".join(
-        char if char.isprintable() or char in "\t\n" else char.encode("unicode_escape").decode()
-        for char in text
-    )
-
-
-def check_device(device: object) -> torch.device:
+def check_device(device: object, names: Sequence[str] = ("cpu",)) -> torch.device:
     """Returns the device of a name; raises `ValueError` when this machine does not have it.
 
     >>> check_device("gpu")
     Traceback (most recent call last):
     ValueError: device='gpu' is not available here; choose from 'cpu'...
     """
-    return _find_device(device, ["cpu"])
+    try:
+        found = torch.device(device)  # type: ignore[arg-type]
+        if found.type == "cuda":  # counted, since trying would take memory of the first GPU
+            found = found if (found.index or 0) < torch.cuda.device_count() else None
+        else:
+            found = None if found.type == "meta" else torch.empty(0, device=found).device
+    except (RuntimeError, AssertionError, TypeError):  # unknown; not compiled in; not even a name
+        found = None
+    if found is None:
+        names = [*names, *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        choices = ", ".join(map(repr, names))
+        raise ValueError(f"device={str(device)!r} is not available here; choose from {choices}")
+    # Not "cpu:0", which some libraries do not know.
+    return torch.device("cpu") if found.type == "cpu" else found
 
 
 def choose_device(name: str) -> torch.device:
@@ -203,24 +181,7 @@ def choose_device(name: str) -> torch.device:
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return _find_device(name, ["auto", "cpu"])
-
-
-def _find_device(device: object, names: list[str]) -> torch.device:
-    try:
-        found = torch.device(device)  # type: ignore[arg-type]
-        if found.type == "cuda":  # counted, since trying would take memory of the first GPU
-            found = found if (found.index or 0) < torch.cuda.device_count() else None
-        else:
-            found = None if found.type == "meta" else torch.empty(0, device=found).device
-    except (RuntimeError, AssertionError, TypeError):  # unknown; not compiled in; not even a name
-        found = None
-    if found is None:
-        names = names + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-        choices = ", ".join(map(repr, names))
-        raise ValueError(f"device={str(device)!r} is not available here; choose from {choices}")
-    # Not "cpu:0", which some libraries do not know.
-    return torch.device("cpu") if found.type == "cpu" else found
+    return check_device(name, ["auto", "cpu"])
 
 
 def check_number(

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import relative_error
 from vssm.ops import choose_backend, selective_scan
-from vssm.ops.scan import scan_ahead
+from vssm.ops.scan.ahead import scan_ahead
 from vssm.ops.scan.reference import selective_scan_reference
 
 KERNELS = ("numba",)

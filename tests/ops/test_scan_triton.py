@@ -8,7 +8,7 @@ from tests.conftest import relative_error
 from tests.interpreter import DEVICE, INTERPRETED, kernels, needs_interpreter, run_interpreted
 from tests.ops.test_scan import OPTIONAL, TENSORS, arguments, assert_close
 from vssm.ops import choose_backend, selective_scan
-from vssm.ops.scan import scan_ahead
+from vssm.ops.scan.ahead import scan_ahead
 
 pytest.importorskip("triton")
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from vssm.checks import printable
 from vssm.data import Meta, draw
 from vssm.data.storage import is_device, why_read_only, write_atomically
 from vssm.models import Model
@@ -119,7 +118,7 @@ def write_samples(
         raise ValueError(f"out={str(out)!r} is for text; use .npy or .png for {meta.name!r}")
     text = "\n---\n".join(meta.decode(tokens) for tokens in whole)
     write_atomically(out, lambda path: path.write_text(text + "\n", encoding="utf-8"))
-    print(printable(text))
+    print(_printable(text))
 
 
 def write_array(array: np.ndarray, out: Path) -> None:
@@ -128,3 +127,15 @@ def write_array(array: np.ndarray, out: Path) -> None:
     content = io.BytesIO()
     np.save(content, array, allow_pickle=False)
     write_atomically(out, lambda path: path.write_bytes(content.getbuffer()))
+
+
+def _printable(text: str) -> str:
+    r"""Returns a text with its control characters escaped, so that a terminal ignores them.
+
+    >>> _printable("a\tb\n\x1b[2J")
+    'a\tb\n\\x1b[2J'
+    """
+    return "".join(
+        char if char.isprintable() or char in "\t\n" else char.encode("unicode_escape").decode()
+        for char in text
+    )

@@ -142,7 +142,7 @@ def objective(
     if isinstance(inner, AnyPart):
         assert known is not None
         there = known if real is None else known & real.view(*real.shape, *[1] * (x.ndim - 2))
-        reconstruction, kl = part_terms(inner, x, there, draws)
+        reconstruction, kl = part_terms(inner, x, there, draws.gumbel, draws.share)
         terms = _terms(reconstruction, kl, torch.zeros_like(kl))
     elif isinstance(inner, Ladder):
         terms, kl = _ladder_terms(inner, x, lengths, draws)

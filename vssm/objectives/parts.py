@@ -14,7 +14,6 @@ Legend: x (B, T, D) or tokens (B, T); `there`, the entries that are in the data,
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,29 +30,24 @@ __all__ = ["bound_of_part", "part_terms", "there_and_finite"]
 _MOST_PASSES = 64
 
 
-class Draws(Protocol):
-    """The random numbers of a batch."""
-
-    def gumbel(self, steps: int, latents: int, classes: int, *before: int) -> Tensor:
-        """Returns uniform numbers in (0, 1), (..., B, T, Z, N)."""
-        ...
-
-    def share(self, *sizes: int) -> Tensor:
-        """Returns uniform numbers in [0, 1), (B, ...)."""
-        ...
-
-
-def part_terms(model: AnyPart, x: Tensor, there: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+def part_terms(
+    model: AnyPart,
+    x: Tensor,
+    there: Tensor,
+    gumbel: Callable[..., Tensor],
+    share: Callable[..., Tensor],
+) -> tuple[Tensor, Tensor]:
     """Returns the reconstruction and the KL of one random part of each sequence, times S, (B,).
 
     Arguments:
         model: The model.
         x: The sequences, finite.
         there: The entries that are in the data, of the shape of x.
-        draws: The random numbers of the batch.
+        gumbel: As for `bound_of_part`.
+        share: From sizes (...) to uniform numbers in [0, 1), (B, ...).
     """
-    part, weight = _random_part(model, model.pad(x), model.pad(there), draws)
-    reconstruction, kl = bound_of_part(model, part, draws.gumbel)
+    part, weight = _random_part(model, model.pad(x), model.pad(there), share)
+    reconstruction, kl = bound_of_part(model, part, gumbel)
     return weight * reconstruction, weight * kl
 
 
@@ -83,16 +77,18 @@ def bound_of_part(
     return model.score(p_x, part.x, part.made), kl
 
 
-def _random_part(model: AnyPart, x: Tensor, there: Tensor, draws: Draws) -> tuple[Part, Tensor]:
+def _random_part(
+    model: AnyPart, x: Tensor, there: Tensor, share: Callable[..., Tensor]
+) -> tuple[Part, Tensor]:
     """Draws what is known of x and what is to be made; also returns the weight of each row."""
     columns = 1 if x.ndim == 2 else x.shape[2]
     most = min(_MOST_PASSES, model.config.window * columns)
     doublings = most.bit_length()  # 1, 2, 4, ... up to `most`
-    passes = 2 ** (draws.share().square() * doublings).long()
-    which = (draws.share() * passes).long()
-    known = random_masks(len(x), x.shape[1], columns, draws.share).view(x.shape)
+    passes = 2 ** (share().square() * doublings).long()
+    which = (share() * passes).long()
+    known = random_masks(len(x), x.shape[1], columns, share).view(x.shape)
     known = model.always_known(known) & there
-    noise = draws.share(x.shape[1], columns).view(x.shape)
+    noise = share(x.shape[1], columns).view(x.shape)
     order = order_of_passes(there & ~known, noise, model.config.window, passes)
     row = -1, *[1] * (x.ndim - 1)
     now = which.view(row)

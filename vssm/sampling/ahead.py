@@ -30,7 +30,7 @@ from vssm.models import Variational
 from vssm.nn import AttentionBlock, MambaBlock, MambaMixer, State
 from vssm.nn.stack import sinusoids
 from vssm.ops import causal_conv_silu
-from vssm.ops.scan import scan_ahead
+from vssm.ops.scan.ahead import scan_ahead
 
 __all__ = ["posterior_ahead"]
 

@@ -15,7 +15,6 @@ making the window again, which gives the same steps again.
 Legend: x (B, T, D) or tokens (B, T); known K, of the shape of x, bool; S `passes`; W `window`.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,39 +53,49 @@ def make_part(
         pass.
     """
     x, known, unknown, _ = part
-    length, columns = x.shape[1], 1 if x.ndim == 2 else x.shape[2]
-    u = source.uniform(position, length, columns, noise.ORDER).view(x.shape)
+    columns = 1 if x.ndim == 2 else x.shape[2]
+    u = source.uniform(position, x.shape[1], columns, noise.ORDER).view(x.shape)
     order = order_of_passes(unknown, u, model.config.window, options.passes)
     z = torch.zeros(*x.shape[:2], model.config.latents, dtype=torch.int64, device=x.device)
     after: list[State | None] = []
     for s in range(options.passes):
         now = model.part_of_pass(x, known, order, s, options.passes)
-        levels = source.uniform(position, length, model.config.latents, noise.LATENT, s)
-        draws, zs = levels.chunk(model.config.levels, -1), []
-
-        def draw(
-            level: int, p_z: Latents, query: Tensor, draws: Sequence[Tensor] = draws, zs: list = zs
-        ) -> Tensor:
-            span = model.spans[level]
-            own = p_z.sample(draws[level][:, ::span], options.temperature)
-            zs.append(own if span == 1 else own.repeat_interleave(span, 1))
-            return own
-
         before = None if states is None else states[s]
-        p_x, state = model.descend(now, draw if now.latent else None, before)
-        after.append(state)
-        values = p_x.mean
-        if options.sample:
-            size = model.head.noise_size
-            values = p_x.sample(
-                source.uniform(position, length, size, noise.OBSERVATION, s), options.temperature
-            )
-        if model.config.given:
-            values = torch.cat([values, x[..., model.head.features :].to(values)], -1)
+        values, own_z, state = _make_pass(model, now, source, options, position, s, before)
         x = torch.where(order == s, values.to(x.dtype), x)
-        if now.latent:
-            z = torch.where(now.live[..., None], torch.cat(zs, -1), z)
+        z = z if own_z is None else torch.where(now.live[..., None], own_z, z)
+        after.append(state)
     return x, z, after
+
+
+def _make_pass(
+    model: AnyPart,
+    part: Part,
+    source: Noise,
+    options: Options,
+    position: int,
+    s: int,
+    state: State | None,
+) -> tuple[Tensor, Tensor | None, State]:
+    """Returns x and the latents, if any, of all steps in pass s, and the state after them."""
+    length, temperature = part.x.shape[1], options.temperature
+    u = source.uniform(position, length, model.config.latents, noise.LATENT, s)
+    draws, zs = u.chunk(model.config.levels, -1), []
+
+    def draw(level: int, p_z: Latents, query: Tensor) -> Tensor:
+        span = model.spans[level]
+        z = p_z.sample(draws[level][:, ::span], temperature)
+        zs.append(z if span == 1 else z.repeat_interleave(span, 1))
+        return z
+
+    p_x, after = model.descend(part, draw if part.latent else None, state)
+    x = p_x.mean
+    if options.sample:
+        size = model.head.noise_size
+        x = p_x.sample(source.uniform(position, length, size, noise.OBSERVATION, s), temperature)
+    if model.config.given:
+        x = torch.cat([x, part.x[..., model.head.features :].to(x)], -1)
+    return x, torch.cat(zs, -1) if zs else None, after
 
 
 class _Open(NamedTuple):

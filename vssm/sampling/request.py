@@ -12,6 +12,7 @@ rounding only.
 
 import math
 import operator
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +23,6 @@ from torch import Tensor
 from vssm.checks import (
     check_choice,
     check_flag,
-    check_memory,
     check_sequence,
     shown,
     whole_number,
@@ -94,7 +94,8 @@ def check_request(
     options = _check_options(model, length, *dials)
     weight = first_weight(model)
     if prompt is not None:
-        prompt = _in_dtype(check_sequence(model, prompt, "prompt", steps=0), weight)
+        prompt = check_sequence(model, prompt, "prompt", steps=0)
+        prompt = prompt if model.head.tokens else prompt.to(weight.dtype)
     if state is not None:
         state = check_state(model, state, weight)
     num = _check_num(num, prompt, state)
@@ -131,7 +132,8 @@ def check_reading(
     if model.config.given:
         raise ValueError("observe is not for models with given features; use vssm.fill")
     weight = first_weight(model)
-    x = _in_dtype(check_sequence(model, x), weight)
+    x = check_sequence(model, x)
+    x = x if model.head.tokens else x.to(weight.dtype)
     if state is not None:
         state = check_state(model, state, weight)
         check_reads(state, "x can not follow this state")
@@ -247,15 +249,18 @@ def _check_num(num: int | None, prompt: Tensor | None, state: State | None) -> i
     return total
 
 
-def _in_dtype(x: Tensor, weight: Tensor) -> Tensor:
-    return x.to(weight.dtype) if x.is_floating_point() else x
-
-
 def _check_room(model: Model, num: int, length: int, device: torch.device) -> None:
-    """Raises `ValueError` if x and z alone would not fit into memory."""
+    """Raises `ValueError` if x and z alone do not fit: the system would kill the process."""
     numbers = 1 if model.head.tokens else model.config.features
     numbers += 0 if isinstance(model, Autoregressive) else model.config.latents
-    check_memory(f"num={num} and length={length}", 4 * num * length * numbers, device)
+    needed, room = 4 * num * length * numbers, bytes_of_device(device)
+    if not room and hasattr(os, "sysconf"):  # not on Windows
+        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if room and needed > room:
+        raise ValueError(
+            f"num={num} and length={length} would take {needed / 1e9:,.0f} GB, but {device} has "
+            f"{room / 1e9:,.0f} GB; ask for less at once"
+        )
 
 
 def divide(
@@ -290,7 +295,12 @@ def rows_of_slab(model: Model, num: int, steps: int, reads: bool) -> int:
     """
     weight = first_weight(model)
     most = bytes_of_slab(weight.device) // max(1, steps * bytes_of_step(model, weight, reads))
-    return -(-num // -(-num // max(most, 1)))
+    return min(_equal_parts(num, max(most, 1)), rows_of_cache(model, num, steps))
+
+
+def _equal_parts(num: int, most: int) -> int:
+    """Returns the size of the fewest parts of equal size, `most` at most."""
+    return -(-num // -(-num // most))
 
 
 def rows_of_cache(model: Model, num: int, steps: int) -> int:
@@ -303,7 +313,7 @@ def rows_of_cache(model: Model, num: int, steps: int) -> int:
     room = usable - num * row  # beside the state of all rows
     if num * row * _COPIES <= usable or room < row * _COPIES:
         return num
-    return -(-num // -(-num // int(room / (row * _COPIES))))
+    return _equal_parts(num, int(room / (row * _COPIES)))
 
 
 def bytes_of_slab(device: torch.device) -> int:

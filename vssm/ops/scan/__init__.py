@@ -32,8 +32,8 @@ __all__ = [
     "BACKENDS",
     "choose_backend",
     "has_triton",
+    "kernels_of",
     "needs_operator",
-    "scan_ahead",
     "selective_scan",
 ]
 
@@ -97,21 +97,14 @@ def selective_scan(
     if not _fits(*inputs, rows=None if starts is None else len(starts) - 1):
         refuse(inputs, None if starts is None else len(starts) - 1)
     chosen = choose_backend(backend, u.device, u.dtype)
-    if starts is not None and chosen == "reference":
-        return scan_packed_reference(inputs, softplus, starts)
-    return _run(inputs, softplus, chosen, starts)
-
-
-def _run(
-    inputs: tuple, softplus: bool, chosen: str, starts: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Runs the scan of checked arguments by a backend."""
     if chosen == "reference":
+        if starts is not None:
+            return scan_packed_reference(inputs, softplus, starts)
         return selective_scan_reference(*inputs, softplus=softplus)
     if chosen == "numba":  # it takes float32 only; the Triton kernels take every dtype
         inputs = tuple([None if t is None else t.float() for t in inputs])
     if not needs_operator(*inputs):
-        return _kernels(chosen).scan_forward(inputs, softplus, starts=starts)
+        return kernels_of(chosen).scan_forward(inputs, softplus, starts=starts)
     # An exported program must take other lengths, and the length decides what is kept.
     exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # PyTorch 2.7
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
@@ -195,40 +188,9 @@ def _fits(u, dt, A, B, C, D, z, dt_bias, h0, rows: int | None) -> bool:  # noqa:
         return False
 
 
-def scan_ahead(
-    u: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    z: Tensor,
-    dt_bias: Tensor,
-    h0: Tensor | None = None,
-    backend: str = "auto",
-) -> Tensor:
-    """Returns y of a scan, with softplus, of which only the odd steps change the state.
-
-    Steps are counted from 0. The even steps are a second stream, which looks one step ahead
-    (`vssm.sampling.ahead`). There is no gradient.
-
-    Example:
-        >>> u, A, one = torch.ones(1, 3, 1), -torch.ones(1, 1), torch.ones(1)
-        >>> even, odd, after = scan_ahead(u, u, A, u, u, one, u, one)[0, :, 0]
-        >>> bool(even == odd), bool(after > odd)
-        (True, True)
-    """
-    inputs = (u, dt, A, B, C, D, z, dt_bias, h0)
-    backend = choose_backend(backend, u.device, u.dtype)
-    if backend == "reference":
-        return selective_scan_reference(*inputs, softplus=True, ahead=True)[0]
-    if backend == "numba":
-        inputs = tuple([None if t is None else t.float() for t in inputs])
-    return _kernels(backend).scan_ahead(inputs)
-
-
 @cache
-def _kernels(backend: str) -> ModuleType:
+def kernels_of(backend: str) -> ModuleType:
+    """Returns the module that starts the kernels of a backend."""
     # Imported at first use, because numba and triton take a second to load.
     if backend == "numba":
         from vssm.ops import launch_numba as kernels
@@ -243,7 +205,7 @@ def _kept(u: Tensor, A: Tensor, starts: Tensor | None, backend: str, keep: bool)
     if keep and backend == "triton":
         sequences = 0 if starts is None else len(starts) - 1
         sizes = (*u.shape, A.shape[1], u.dtype, u.device, sequences)
-        shape = _kernels(backend).kept_shape(*sizes)
+        shape = kernels_of(backend).kept_shape(*sizes)
     return torch.empty(shape, dtype=torch.float32, device=u.device)
 
 
@@ -251,7 +213,7 @@ def _forward(*arguments):  # noqa: ANN002, ANN202
     *inputs, starts, softplus, backend, keep = arguments
     kept = _kept(inputs[0], inputs[2], starts, backend, keep)
     room = kept if kept.numel() else None
-    return *_kernels(backend).scan_forward(tuple(inputs), softplus, room, starts), kept
+    return *kernels_of(backend).scan_forward(tuple(inputs), softplus, room, starts), kept
 
 
 def _fake(u, dt, A, B, C, D, z, dt_bias, h0, starts, softplus, backend, keep):  # noqa: ANN001, ANN202
@@ -268,7 +230,7 @@ def _backward(dy, dh, *arguments):  # noqa: ANN001, ANN002, ANN202
     *inputs, starts, softplus, backend, _, kept = arguments
     dy = torch.zeros_like(inputs[0]) if dy is None else dy
     kept = kept if kept.numel() else None
-    return _kernels(backend).scan_backward(dy, dh, tuple(inputs), softplus, kept, starts)
+    return kernels_of(backend).scan_backward(dy, dh, tuple(inputs), softplus, kept, starts)
 
 
 _scan = make_operator(
