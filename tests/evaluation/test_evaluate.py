@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 
 from tests.conftest import KINDS, small_config
 from vssm import build, generate, load, log_likelihood, save
-from vssm.cli import main
 from vssm.cli.display import show_metrics
 from vssm.config import RunConfig, TrainConfig
 from vssm.data import DataConfig, SyntheticConfig, TextConfig, open_data
@@ -31,7 +30,6 @@ from vssm.evaluation.quality import (
 )
 from vssm.evaluation.report import report
 from vssm.evaluation.scores import evaluate_run
-from vssm.runs.folder import RunFolder, claim
 from vssm.runs.results import commit, result, write_result
 from vssm.training.loop import train
 from vssm.training.progress import Progress
@@ -450,21 +448,6 @@ def test_mistakes_are_named(tmp_path):
     assert not (run / "eval.json").exists()
     with pytest.raises(ValueError, match=r"does not exist"):
         evaluate_run(tmp_path / "nowhere")
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="no folder is claimed")
-def test_run_in_training_is_noted(tmp_path, capsys):
-    run = make_run(tmp_path / "run", "rnn", WAVES)
-    assert not RunFolder(run).is_in_training()  # it has no lock
-    arguments = ["evaluate", str(run), "--quick", "--device", "cpu"]
-    note = f"note: '{run}' is still being trained: its best weights so far\n"
-    training = claim(run, "run folder")
-    with training:
-        main(arguments)
-        assert capsys.readouterr().err.startswith(note)
-    main(arguments)
-    assert note not in capsys.readouterr().err
-    claim(run, "run folder").close()  # to look is not to claim
 
 
 def test_no_images_no_distances(digits_run, tmp_path):

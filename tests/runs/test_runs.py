@@ -171,15 +171,6 @@ def test_a_step_that_was_saved_is_not_saved_again(unbroken, tmp_path):
     assert result(folder.path) == result(unbroken)
 
 
-def test_is_in_training_does_not_lock_the_run(tmp_path):
-    assert not RunFolder(tmp_path).is_in_training()
-    lock = claim(tmp_path, "run folder")
-    assert RunFolder(tmp_path).is_in_training()
-    lock.close()
-    assert not RunFolder(tmp_path).is_in_training()
-    claim(tmp_path, "run folder").close()
-
-
 def test_temporary_files_of_an_evaluation_stay(unbroken, tmp_path):
     folder = shutil.copytree(unbroken, tmp_path / "run")
     for name in (".eval.json.1a2b.tmp", ".meta.json.1a2b.tmp"):

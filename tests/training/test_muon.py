@@ -16,7 +16,6 @@ from vssm.models import build
 from vssm.objectives import Terms, objective
 from vssm.training.distributed import World
 from vssm.training.muon import Muon, block_matrices, orthogonalize
-from vssm.training.resume import checkpoint_parts, restore_parts
 from vssm.training.step import Learner, learning_rate, parameter_groups
 
 SHAPES = [
@@ -247,9 +246,9 @@ def test_momentum_is_taken_up(tmp_path):
     learner.begin(1, 10)
     learner.differentiate(loss, 1)
     learner.update(torch.tensor(True))
-    saved = checkpoint_parts(learner)["optimizer"]
-    restore_parts(fresh, checkpoint_parts(learner), "there")
-    taken_up = checkpoint_parts(fresh)["optimizer"]
+    saved = learner.tensors()["optimizer"]
+    fresh.restore(learner.tensors(), "there")
+    taken_up = fresh.tensors()["optimizer"]
     assert all(torch.equal(value, saved[name]) for name, value in taken_up.items())
     assert any(v.any() for name, v in taken_up.items() if name.endswith("momentum_buffer"))
 

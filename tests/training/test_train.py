@@ -24,7 +24,6 @@ from vssm.runs.folder import RunFolder
 from vssm.training.distributed import World
 from vssm.training.loop import Trainer, TrainingStopped
 from vssm.training.progress import Bar, Lines, Progress
-from vssm.training.resume import checkpoint_parts, restore_parts
 from vssm.training.setup import resolve
 from vssm.training.step import Learner, Step, Tally, learning_rate, parameter_groups
 
@@ -693,7 +692,7 @@ def test_a_log_point_has_the_means_since_the_last():
 
 def test_samples_are_of_the_average_of_the_weights(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr("vssm.training.figures.draw", lambda meta, x, path: drawn.append(x))
+    monkeypatch.setattr("vssm.training.loop.draw", lambda meta, x, path: drawn.append(x))
     folder = run(tiny("rnn", samples=2, epochs=2, ema=0.8), tmp_path / "run")
     assert log(folder, "valid")[-1]["best"]  # so the weights that were kept are the last average
     assert torch.equal(drawn[-1], vssm.generate(vssm.load(folder), num=2, length=5, seed=0).x)
@@ -759,14 +758,14 @@ def test_steps_after_the_tenth_bad_one_do_not_change_what_is_said():
 
 def test_a_checkpoint_without_some_weights_is_refused():
     learner = Learner(small_model("rnn"), TrainConfig(ema=0.5), World(torch.device("cpu")))
-    parts = {name: dict(part) for name, part in checkpoint_parts(learner).items()}
+    parts = {name: dict(part) for name, part in learner.tensors().items()}
     for part in ("weights", "ema"):
         lacking = parts | {part: {k: v for k, v in parts[part].items() if k != "stack.blank"}}
         with pytest.raises(
             ValueError, match=rf"^'there' has no {part} 'stack\.blank' of shape \(16,\)$"
         ):
-            restore_parts(learner, lacking, "there")
-    restore_parts(learner, parts, "there")
+            learner.restore(lacking, "there")
+    learner.restore(parts, "there")
 
 
 @pytest.mark.parametrize("binarize", [False, True])

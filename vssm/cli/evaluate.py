@@ -2,7 +2,6 @@
 
 import filecmp
 import shutil
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +10,6 @@ import tyro
 
 from vssm.cli.display import ProgressBar, show_metrics
 from vssm.evaluation.scores import EvaluateOptions, evaluate_run
-from vssm.runs.folder import RunFolder
 from vssm.runs.pretrained import find
 
 __all__ = ["Evaluate", "own_copy"]
@@ -26,9 +24,6 @@ class Evaluate(EvaluateOptions):
 
     def run(self) -> None:
         folder = own_copy(self.run_folder)
-        if RunFolder(folder).is_in_training():
-            note = f"{str(folder)!r} is still being trained: its best weights so far"
-            print(f"note: {note}", file=sys.stderr)
         options = asdict(self)
         del options["run_folder"]
         with ProgressBar() as bar:

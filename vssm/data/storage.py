@@ -85,9 +85,10 @@ def read_object(path: Path, text: str | None = None) -> dict[str, Any]:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Writes CPU tensors and metadata to a safetensors file, atomically and with a checksum."""
-    marked = with_checksum(tensors, metadata or {})
-    write_atomically(path, lambda file: safetensors.torch.save_file(dict(tensors), file, marked))
+    """Writes tensors and metadata to a safetensors file, atomically and with a checksum."""
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    marked = with_checksum(whole, metadata or {})
+    write_atomically(path, lambda file: safetensors.torch.save_file(whole, file, marked))
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

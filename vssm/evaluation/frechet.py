@@ -152,7 +152,7 @@ def cached_classifier(
     classifier = train_classifier(images, labels, num_classes, device, progress)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_tensors(path, {name: own.cpu() for name, own in classifier.state_dict().items()})
+        write_tensors(path, classifier.state_dict())
     return classifier
 
 

@@ -43,14 +43,11 @@ def save(model: Model, folder: str | Path) -> None:
     model = check_model(model)
     check_path("folder", folder)
     folder = Path(folder)
-    tensors = {
-        name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()
-    }
     check_target(folder)
     folder.mkdir(parents=True, exist_ok=True)
     values = {"format": FORMAT, "model": model.config.to_dict()}
     config = SavedConfig(folder / "config.json", values)
-    write_tensors(folder / "weights.safetensors", tensors, {_METADATA: config.text()})
+    write_tensors(folder / "weights.safetensors", model.state_dict(), {_METADATA: config.text()})
     config.write()
 
 

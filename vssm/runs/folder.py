@@ -134,18 +134,6 @@ class RunFolder:
             self._lock.close()
             self._lock = None
 
-    def is_in_training(self) -> bool:
-        """Returns whether a process trains in this folder now; always False on Windows."""
-        if not (self.path / ".lock").is_file():
-            return False
-        try:
-            lock = claim(self.path, "run folder")
-        except ValueError:
-            return True
-        if lock is not None:
-            lock.close()
-        return False
-
     def check_new(self) -> None:
         """Raises unless the folder is absent, empty, or left by a start that was killed."""
         name = str(self.path)

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from vssm.checks import check_flag, check_path, check_type
 from vssm.config import RunConfig, TrainConfig
-from vssm.data import Meta, Split, open_data
+from vssm.data import Meta, Split, draw, open_data
 from vssm.data.dataset import digest, on_device
+from vssm.data.storage import write_atomically
 from vssm.likelihoods import estimates
 from vssm.models import Model, build
 from vssm.nn import BLOCKS
@@ -33,12 +34,12 @@ from vssm.ops import choose_backend
 from vssm.runs.checkpoint import load_finite
 from vssm.runs.folder import RunFolder, read_config
 from vssm.runs.results import commit, machine
-from vssm.training import figures
+from vssm.sampling.filling import fill
+from vssm.sampling.generation import generate
 from vssm.training.distributed import World, join
 from vssm.training.graph import GraphedStep, on_stream
 from vssm.training.interrupts import Interrupts
 from vssm.training.progress import Progress, choose_progress
-from vssm.training.resume import checkpoint_parts, restore_parts
 from vssm.training.setup import check_data, resolve
 from vssm.training.step import Step, TrainingStopped, learning_rate, mix
 
@@ -286,17 +287,28 @@ class Trainer:
         counts = torch.ones_like(bound) if lengths is None else (lengths > cut).to(bound)
         return torch.stack([*terms, torch.where(counts > 0, bound, 0), counts])
 
+    @torch.no_grad()
     def draw(self) -> None:
-        """Replaces the picture of samples."""
+        """Replaces the picture of samples; given features are those of validation sequences."""
         num = self.options.samples if self.meta.image_shape else min(6, self.options.samples)
-        if num and self.world.rank == 0 and not self.options.fsdp:
-            with self.steps.learner.averaged():
-                path, seed = self.folder.path / "samples.png", self.options.seed
-                figures.samples(self.model, self.meta, self.valid_split, num, seed, path)
+        if not num or self.world.rank > 0 or self.options.fsdp:
+            return
+        seed, meta = self.options.seed, self.meta
+        with self.steps.learner.averaged():
+            if meta.given:
+                index = torch.arange(num, device=self.valid_split.x.device) % len(self.valid_split)
+                x = self.valid_split.batch(index, self.world.device)
+                meta.without_given(x)[:] = torch.nan
+                x = fill(self.model, x, seed=seed)
+            else:
+                x = generate(self.model, num=num, length=meta.length, seed=seed).x
+        path = self.folder.path / "samples.png"
+        write_atomically(path, lambda file: draw(meta, x, file))
 
     def save(self, skipped: int, streak: int) -> None:
         """Writes a checkpoint; every process must call this."""
-        parts = checkpoint_parts(self.steps.learner)
+        tensors = self.steps.learner.tensors()
+        parts = {part: self.world.whole(own) for part, own in tensors.items()}
         if self.world.rank == 0:
             seconds = time.monotonic() - self.began
             progress = {"best": self.best, "skipped": skipped, "streak": streak}
@@ -334,7 +346,7 @@ class Trainer:
         if self.step:
             self.best = None if math.isnan(best) else best
             self.steps.tally.restore(self.step, skipped, streak)
-            restore_parts(self.steps.learner, parts, str(self.saved))
+            self.steps.learner.restore(parts, str(self.saved))
 
     def _check_digest(self, saved: list[float]) -> None:
         """Raises `ValueError` if the training set is not the one that the run began with."""

@@ -36,6 +36,7 @@ from vssm.training.muon import Muon, block_matrices
 __all__ = ["Learner", "Step", "Tally", "TrainingStopped", "learning_rate", "mix"]
 __all__ += ["parameter_groups"]
 
+Parts = dict[str, dict[str, Tensor]]
 _STREAK = 10  # bad steps in a row that stop a run
 
 
@@ -233,6 +234,34 @@ class Learner:
                 gaps = torch._foreach_sub(list(self.parameters.values()), list(self.ema.values()))
                 torch._foreach_mul_(gaps, self._pace * good)
                 torch._foreach_add_(list(self.ema.values()), gaps)
+
+    def tensors(self) -> Parts:
+        """Returns the tensors of a checkpoint by file: weights, optimizer, ema; none is copied."""
+        states = {p: state for each in self.optimizers for p, state in each.state.items()}
+        optimizer = {
+            f"{name}.{key}": value
+            for name, parameter in self.parameters.items()
+            for key, value in states.get(parameter, {}).items()
+        }
+        parts = {"weights": {**self.parameters}, "optimizer": optimizer, "ema": self.ema}
+        return {part: tensors for part, tensors in parts.items() if tensors}
+
+    def restore(self, parts: Parts, source: str) -> None:
+        """Continues from `parts`, which the first process has read from `source`."""
+        adamw = self.optimizers[0]
+        for group in adamw.param_groups:  # AdamW would make its state at the first step
+            for weight in group["params"]:
+                zeros = {key: torch.zeros_like(weight) for key in ("exp_avg", "exp_avg_sq")}
+                adamw.state[weight] = {"step": torch.zeros((), device=weight.device)} | zeros
+        for part, tensors in self.tensors().items():
+            for name, target in tensors.items():
+                saved = parts.get(part, {}).get(name)
+                if part == "optimizer" and saved is None:  # a parameter that never had a gradient
+                    saved = torch.zeros(target.shape)
+                if self.world.rank == 0 and (saved is None or saved.shape != target.shape):
+                    shape = tuple(target.shape)
+                    raise ValueError(f"{source!r} has no {part} {name!r} of shape {shape}")
+                self.world.fill(target, saved)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
