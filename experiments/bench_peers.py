@@ -169,7 +169,7 @@ def time_scans(options: Options, command: str) -> None:
                 scan.time_scan(record, name, SCANS[name], shape, values, peer=True)
             except Exception as error:  # another version of the peer may fail in its own way
                 record.note(f"{name}_bwd_ms_{shape.name}", measure.failure(error))
-    scan.print_scan_table(record)
+    record.print_times("Selective scan, ms")
 
 
 def time_generation(options: Options, command: str) -> None:
@@ -184,7 +184,7 @@ def time_generation(options: Options, command: str) -> None:
             model = PeerModel(name, generate.FEATURES, width, layers, length)
             call = partial(model.to(record.device).eval().generate, num=1, length=length)
             record.time(f"{name}_ms_b1_t{length}", call, peer=True)
-    generate.print_generate_table(record)
+    record.print_times("Generation, ms")
 
 
 def time_training(options: Options, command: str) -> None:

@@ -277,7 +277,9 @@ def test_runs_without_the_option_continue_with_adamw(tmp_path):
 def test_results_from_before_there_was_a_choice_are_of_adamw(tmp_path):
     values, path = RunConfig().to_dict(), tmp_path / "result.json"
     del values["train"]["optimizer"]
-    path.write_text(json.dumps({"config": values, "metrics": {"validation_loss": 1.0}}))
+    envelope = dict.fromkeys(("name", "date", "command", "machine"))
+    made = {**envelope, "config": values, "metrics": {"validation_loss": 1.0}}
+    path.write_text(json.dumps(made))
     assert difference(path, RunConfig(), "validation_loss") is None
     other = difference(path, RunConfig(train=TrainConfig(optimizer="muon")), "validation_loss")
     assert other == f"train.optimizer='muon' differs from 'adamw' of {str(path)!r}"

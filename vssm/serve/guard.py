@@ -9,6 +9,7 @@ import hmac
 import logging
 import re
 import time
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,31 +28,23 @@ _NOSNIFF = (b"x-content-type-options", b"nosniff")  # browsers must not guess an
 class Metrics:
     """The metrics at /metrics, in a registry of their own."""
 
-    requests: Counter
-    latency: Histogram
-    batch: Histogram
-    rows: Counter
-    cancelled: Counter
-    in_progress: Gauge
-    waiting: Gauge
-    states: Gauge
-
     def __init__(self) -> None:
         registry = CollectorRegistry()
         self.registry: CollectorRegistry = registry
         sizes, names = (1, 2, 4, 8, 16, 32, 64, 128, 256), ["route", "status"]
-        self.requests = Counter("vssm_requests", "Requests answered.", names, registry=registry)
-        self.latency = Histogram(
-            "vssm_request_seconds", "Time to the end of the answer.", ["route"], registry=registry
+        own: dict[str, Any] = {"registry": registry}
+        self.requests: Counter = Counter("vssm_requests", "Requests answered.", names, **own)
+        self.latency: Histogram = Histogram(
+            "vssm_request_seconds", "Time to the end of the answer.", ["route"], **own
         )
-        self.batch = Histogram(
-            "vssm_batch_rows", "Sequences computed together.", buckets=sizes, registry=registry
+        self.batch: Histogram = Histogram(
+            "vssm_batch_rows", "Sequences computed together.", buckets=sizes, **own
         )
-        self.rows = Counter("vssm_rows", "Sequences computed.", ["model"], registry=registry)
-        self.cancelled = Counter("vssm_cancelled", "Requests whose client left.", registry=registry)
-        self.in_progress = Gauge("vssm_in_progress", "Requests in progress.", registry=registry)
-        self.waiting = Gauge("vssm_waiting", "Requests that have not begun.", registry=registry)
-        self.states = Gauge("vssm_states", "States kept for resuming.", registry=registry)
+        self.rows: Counter = Counter("vssm_rows", "Sequences computed.", ["model"], **own)
+        self.cancelled: Counter = Counter("vssm_cancelled", "Requests whose client left.", **own)
+        self.in_progress: Gauge = Gauge("vssm_in_progress", "Requests in progress.", **own)
+        self.waiting: Gauge = Gauge("vssm_waiting", "Requests that have not begun.", **own)
+        self.states: Gauge = Gauge("vssm_states", "States kept for resuming.", **own)
 
     def watch(self, name: str, rows: int) -> None:
         """Counts a batch."""

@@ -15,7 +15,6 @@ that would take too long, or too much memory, is left out and noted, never extra
 """
 
 import itertools
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,11 +24,11 @@ import torch
 from vssm.config import KINDS, ModelConfig
 from vssm.engine import Engine
 from vssm.lab.bench import measure
-from vssm.lab.bench.measure import Record, number
+from vssm.lab.bench.measure import Record
 from vssm.models import Model, build
 from vssm.sampling.generation import generate
 
-__all__ = ["FEATURES", "main_generate", "print_generate_table"]
+__all__ = ["FEATURES", "main_generate"]
 
 FEATURES = 28
 """D of the models."""
@@ -77,7 +76,7 @@ def main_generate(
     sizes = itertools.product(sorted(set(lengths)), sorted(set(batches)), built.items())
     for length, batch, (name, model) in sizes:
         _time(record, name, model, batch, length)
-    print_generate_table(record)
+    record.print_times("Generation, ms")
     return record
 
 
@@ -94,23 +93,3 @@ def _time(record: Record, name: str, model: Model, batch: int, length: int) -> N
         calls[f"_chunk{chunk}"] = partial(engine.generate, num=batch, length=length, chunk=chunk)
     for way, call in calls.items():
         record.time(f"{name}{way}_ms_b{batch}_t{length}", call)
-
-
-def print_generate_table(record: Record) -> None:
-    """Prints a row for each model and way, and one that compares vssm with step-by-step models."""
-    cells: dict[str, dict[str, float]] = {}
-    for name, times in record.series().items():
-        row = re.sub(r"_chunk\d+", " in four chunks", name)
-        row = re.sub(r"_(plain|prompted)$", r" \1", row)
-        cells.setdefault(row, {}).update(times)
-    sizes = list(dict.fromkeys(size for times in cells.values() for size in times))
-    rows = [[row, *(number(times.get(size)) for size in sizes)] for row, times in cells.items()]
-    slow = [cells[kind] for kind in ("transformer", "ssm", "rnn", "vrnn") if kind in cells]
-    ratios = []
-    for size in sizes:
-        known, ours = [times[size] for times in slow if size in times], cells.get("vssm", {})
-        ratios.append(f"{min(known) / ours[size]:.1f}x" if known and size in ours else "")
-    if any(ratios):
-        rows.append(["fastest step by step / vssm", *ratios])
-    title = f"Generation in ms, width {record.config['width']}, {record.config['layers']} layers"
-    record.table(title, ["", *sizes], rows)

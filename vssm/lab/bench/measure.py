@@ -199,14 +199,16 @@ class Record:
         """Returns the result so far."""
         return result(self.name, self.command, {**self.config, "notes": self.notes}, self.metrics)
 
-    def series(self) -> dict[str, dict[str, float]]:
-        """Returns all medians by series and problem: x_ms_b1_t28 is ["x"]["b1_t28"]."""
-        found: dict[str, dict[str, float]] = {}
+    def print_times(self, title: str) -> None:
+        """Prints all medians x_ms_b1_t28: a row for each x, a column for each problem b1_t28."""
+        times: dict[str, dict[str, float]] = {}
         for name, value in self.metrics.items():
             match = re.fullmatch(r"(?!.*_p[19]0_)(\w+)_ms_(\w+)", name)
             if match and value is not None:
-                found.setdefault(match[1], {})[match[2]] = value
-        return found
+                times.setdefault(match[1], {})[match[2]] = value
+        sizes = list(dict.fromkeys(size for own in times.values() for size in own))
+        rows = [[name, *(number(own.get(size)) for size in sizes)] for name, own in times.items()]
+        self.table(title, ["", *sizes], rows)
 
     def table(self, title: str, headings: list[str], rows: list[list[str]]) -> None:
         """Prints a table."""

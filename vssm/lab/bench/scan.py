@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from vssm.evaluation.timing import take_times
-from vssm.lab.bench.measure import Record, command_line, number, open_device
+from vssm.lab.bench.measure import Record, command_line, open_device
 from vssm.ops import choose_backend, selective_scan
 
-__all__ = ["Shape", "floor_ms", "main_scan", "print_scan_table", "scan_arguments", "time_scan"]
+__all__ = ["Shape", "floor_ms", "main_scan", "scan_arguments", "time_scan"]
 
 SHAPES: dict[str, tuple[str, ...]] = {
     "cpu": ("16x256x512x16", "1x2048x256x16", "64x28x2048x16", "1x1x512x16"),
@@ -87,7 +87,7 @@ def main_scan(
         if cuda:
             backward = floor_ms(shape, where, rate, backward=True)
             record.add({f"floor_bwd_ms_{shape.name}": backward})
-    print_scan_table(record)
+    record.print_times("Selective scan, ms")
     return record
 
 
@@ -181,14 +181,3 @@ def time_scan(
             arguments = (y, list(inputs.values()), torch.ones_like(y))
             call = partial(torch.autograd.grad, *arguments, retain_graph=True)
         record.time(f"{name}_{way}_ms_{shape.name}".removeprefix("_"), call, True, peer)
-
-
-def print_scan_table(record: Record) -> None:
-    """Prints all medians: a row for each pass of each implementation, a column for each shape."""
-    shapes = [Shape(**sizes) for sizes in record.config["shapes"]]
-    rows = [
-        [name.replace("_", " "), *(number(times.get(shape.name)) for shape in shapes)]
-        for name, times in record.series().items()
-    ]
-    title = f"Selective scan in ms, {record.config['backend']}, {record.config['dtype']}"
-    record.table(title, ["B, T, D, N", *(", ".join(map(str, shape)) for shape in shapes)], rows)
