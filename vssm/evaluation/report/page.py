@@ -19,17 +19,16 @@ from vssm.evaluation.report.chart import Picture, draw_chart
 from vssm.runs.folder import read_log
 from vssm.runs.labels import GROUPS, grouped, is_number, label
 
-__all__ = ["Row", "Table", "read_picture", "report", "write_page"]
+__all__ = ["report"]
 
 _TERMS = ("loss", "kl", "partial_elbo")
 _COMPARED = len(GROUPS) - 1  # groups of metrics; the last one has counts
 
 Object = Mapping[str, Any]
-Blocks = list[dict[str, Any]]
 Points = list[tuple[float, float]]
 
 
-class Row(NamedTuple):
+class _Row(NamedTuple):
     """A row of a table; without cells it is a heading."""
 
     name: str
@@ -38,12 +37,10 @@ class Row(NamedTuple):
     """The value that is shown in bold."""
 
 
-class Table(NamedTuple):
-    """A table of the page."""
-
+class _Table(NamedTuple):
     caption: str
     columns: Sequence[str]
-    rows: Sequence[Row]
+    rows: Sequence[_Row]
 
 
 @dataclass
@@ -84,6 +81,11 @@ def report(run_folders: Iterable[str | Path] | str | Path, out: str | Path = "re
         ...     report(folder, out=f"{folder}/report.html").name
         'report.html'
     """
+    from jinja2 import Environment, FileSystemLoader
+
+    out = Path(out)
+    if out.suffix.lower() not in (".html", ".htm"):  # it could be a file of a run
+        raise ValueError(f"out={str(out)!r} is not allowed; use a name in .html or .htm")
     folders = [run_folders] if isinstance(run_folders, str | Path) else run_folders
     runs: list[_Run] = []
     for run in map(_read_run, map(Path, folders)):
@@ -93,36 +95,23 @@ def report(run_folders: Iterable[str | Path] | str | Path, out: str | Path = "re
     if not runs:
         raise ValueError("nothing to report; give one or more run folders")
     sections = {
-        "Samples": _figures([picture for run in runs for picture in run.pictures]),
-        "Training": _figures(_training(runs)),
-        "Test set": _comparisons(runs),
-        "Runs": _facts(runs),
+        "Samples": [{"pictures": [picture for run in runs for picture in run.pictures]}],
+        "Training": [{"pictures": _training(runs)}],
+        "Test set": [{"table": table} for table in _comparisons(runs)],
+        "Runs": [{"table": _facts(runs)}],
     }
-    return write_page(out, {title: blocks for title, blocks in sections.items() if blocks})
-
-
-def _figures(pictures: list[Picture]) -> Blocks:
-    return [{"pictures": pictures}] if pictures else []
-
-
-def write_page(out: str | Path, sections: Mapping[str, Blocks]) -> Path:
-    """Writes a page from sections by title; returns its path."""
-    from jinja2 import Environment, FileSystemLoader
-
-    out = Path(out)
-    if out.suffix.lower() not in (".html", ".htm"):  # it could be a file of a run
-        raise ValueError(f"out={str(out)!r} is not allowed; use a name in .html or .htm")
+    shown = {title: own for title, own in sections.items() if own and any(own[0].values())}
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
     environment.filters["text"] = _text
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    page = environment.get_template("page.html").render(sections=sections, date=date)
+    page = environment.get_template("page.html").render(sections=shown, date=date)
     out.parent.mkdir(parents=True, exist_ok=True)
     # JSON may hold a lone surrogate, UTF-8 may not.
     write_atomically(out, lambda path: path.write_bytes(page.encode("utf-8", "replace")))
     return out
 
 
-def read_picture(path: Path, title: str, alt: str) -> Picture:
+def _read_picture(path: Path, title: str, alt: str) -> Picture:
     """Reads a PNG for the page; raises `ValueError` if the file is damaged."""
     content = path.read_bytes()
     if not (content.startswith(b"\x89PNG\r\n\x1a\n") and b"IEND" in content[-12:]):
@@ -141,7 +130,7 @@ def _read_run(folder: Path) -> _Run:
     run = _Run(name, *contents, log=log, pictures=[])
     for path in sorted(folder.glob("*.png"), key=lambda path: (path.stem != "samples", path)):
         alt = f"{path.stem} of {name} ({run.task})"
-        run.pictures.append(read_picture(path, f"{name}: {path.stem}", alt))
+        run.pictures.append(_read_picture(path, f"{name}: {path.stem}", alt))
     return run
 
 
@@ -171,26 +160,26 @@ def _points(log: Sequence[Object], split: str, term: str) -> Points:
     return points
 
 
-def _comparisons(runs: Sequence[_Run]) -> Blocks:
+def _comparisons(runs: Sequence[_Run]) -> list[_Table]:
     """Makes a table of metrics for each task, with the best value of every row in bold."""
-    blocks = []
+    tables = []
     for task in dict.fromkeys(run.task for run in runs):
         columns = {run.name: run.metrics for run in runs if run.task == task}
         names = [name for metrics in columns.values() for name in metrics]
-        rows: list[Row] = []
+        rows: list[_Row] = []
         for title, direction, own in grouped(names, _COMPARED):
-            rows.append(Row(title))
+            rows.append(_Row(title))
             for name in own:
                 values = [metrics.get(name) for metrics in columns.values()]
                 numbers = [direction * value for value in values if is_number(value)]
                 best = direction * max(numbers) if direction and len(numbers) > 1 else None
-                rows.append(Row(label(name), values, best))
+                rows.append(_Row(label(name), values, best))
         if rows:
-            blocks.append({"table": Table(f"Test set of {task}", list(columns), rows)})
-    return blocks
+            tables.append(_Table(f"Test set of {task}", list(columns), rows))
+    return tables
 
 
-def _facts(runs: Sequence[_Run]) -> Blocks:
+def _facts(runs: Sequence[_Run]) -> _Table:
     """Makes a table of what the runs are, a column each."""
     columns = []
     for run in runs:
@@ -212,8 +201,8 @@ def _facts(runs: Sequence[_Run]) -> Blocks:
                 "commit": commit[:12] or None,
             }
         )
-    rows = [Row(label(key), [column[key] for column in columns]) for key in columns[0]]
-    return [{"table": Table("Settings and costs", [run.name for run in runs], rows)}]
+    rows = [_Row(label(key), [column[key] for column in columns]) for key in columns[0]]
+    return _Table("Settings and costs", [run.name for run in runs], rows)
 
 
 def _text(value: object) -> str:
