@@ -322,7 +322,7 @@ def test_what_is_nothing_of_the_kind_is_refused_in_a_line(tmp_path):
             lambda: vssm.State.cat([state, torch.zeros(2)]),
             "states is .*; it must be a list of one State",
         ),
-        (lambda: open_data("digits"), "config='digits' is no DataConfig; use DataConfig"),
+        (lambda: open_data("digits"), "config='digits' is not a DataConfig; use DataConfig"),
         (
             lambda: RunConfig.from_dict("a"),
             "config is 'a'; it must be a dictionary of the fields of RunConfig",

@@ -562,17 +562,17 @@ def test_where_files_go_is_checked_before_the_work(run_folder, tmp_path, monkeyp
     for options, message in (
         (
             ["--out", "nowhere/x.npy"],
-            "out='nowhere/x.npy' is no file name in a folder that exists",
+            "out='nowhere/x.npy' is not a file name in an existing folder",
         ),
         (
             ["--out", "folder.npy"],
-            "out='folder.npy' is no file name in a folder that exists",
+            "out='folder.npy' is not a file name in an existing folder",
         ),
         (
             ["--state", "nowhere/s"],
-            "state='nowhere/s' is no file name in a folder that exists",
+            "state='nowhere/s' is not a file name in an existing folder",
         ),
-        (["--state", ""], "state='.' is no file name in a folder that exists"),
+        (["--state", ""], "state='.' is not a file name in an existing folder"),
         (
             ["--state", "samples.npy"],
             "out='samples.npy', state='samples.npy' are one file; use two names",
@@ -581,7 +581,7 @@ def test_where_files_go_is_checked_before_the_work(run_folder, tmp_path, monkeyp
         assert message in fails(capsys, "generate", run_folder, *options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.npy"], "nothing was written"
     assert fails(capsys, "data", "digits", "--out", "nowhere/x.png") == (
-        "vssm: out='nowhere/x.png' is no file name in a folder that exists\n"
+        "vssm: out='nowhere/x.png' is not a file name in an existing folder\n"
     )
 
 
@@ -780,7 +780,7 @@ def test_bad_prompt_files_are_named(run_folder, tmp_path, monkeypatch, capsys):
             f"vssm: prompt='{name}.npy' is damaged or holds no numbers; give a .npy file\n"
         )
     assert fails(capsys, "generate", run_folder, "--prompt", "lost.npy") == (
-        "vssm: prompt='lost.npy' is no file; give a .npy file of numbers\n"
+        "vssm: prompt='lost.npy' is not a file; give a .npy file of numbers\n"
     )
 
 

@@ -208,7 +208,7 @@ def test_damaged_files_are_named_and_nothing_is_unpickled(tmp_path):
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(
-            ValueError, match=rf"{name} is damaged or holds no plain arrays; use \.npy"
+            ValueError, match=rf"{name} is damaged or does not hold plain arrays; use \.npy"
         ):
             open_data(arrays(tmp_path / name))
 

@@ -202,7 +202,7 @@ def test_private_model_is_not_pushed_to_a_public_repository(hub, tmp_path):
 def test_mistakes_are_named(hub, tmp_path, monkeypatch):
     for repo in ("model", "a/b/c", "../x", "hf://", "hf://a/b@", "a/b c", ""):
         with pytest.raises(
-            ValueError, match=rf"^repo={re.escape(repr(repo))} is no repository; use 'OWNER"
+            ValueError, match=rf"^repo={re.escape(repr(repo))} is not a repository; use 'OWNER"
         ):
             pull(repo)
     with pytest.raises(

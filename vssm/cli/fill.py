@@ -59,7 +59,7 @@ class Fill:
         check_files({"out": self.out}, {"input": self.input, "mask": self.mask})
         for name, path in (("input", self.input), ("mask", self.mask)):
             if path is not None and not path.is_file():
-                raise ValueError(f"{name}={str(path)!r} is no file; give a file to read")
+                raise ValueError(f"{name}={str(path)!r} is not a file; give a file to read")
         folder = find(self.run_folder)
         model, meta = load_finite(folder, choose_device(self.device)), read_meta(folder)
         if model.config.known != "any":
@@ -185,7 +185,7 @@ def _read_picture(path: Path, name: str, size: tuple[int, int], mode: str) -> np
             given = image.size[::-1]
             pixels = np.asarray(image.convert(mode)) if given == size else None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-        raise ValueError(f"{name}={str(path)!r} is no picture; give a PNG file") from None
+        raise ValueError(f"{name}={str(path)!r} is not a picture; give a PNG file") from None
     if pixels is None:
         raise ValueError(
             f"{name}={str(path)!r} has {given[0]} x {given[1]} pixels; "

@@ -32,7 +32,7 @@ def check_files(
     targets = [(name, path) for name, path in writes.items() if path is not None]
     for name, path in targets:
         if not path.name or path.is_dir() or not path.absolute().parent.is_dir():
-            raise ValueError(f"{name}={str(path)!r} is no file name in a folder that exists")
+            raise ValueError(f"{name}={str(path)!r} is not a file name in an existing folder")
         if why := why_read_only(path if is_device(path) else path.absolute().parent):
             raise ValueError(f"{name}={str(path)!r} can not be written: {why}")
     given = [(name, path) for name, path in (reads or {}).items() if path is not None]
@@ -90,7 +90,7 @@ def read_prompt(prompt: str, model: Model, meta: Meta | None) -> torch.Tensor:
 def read_array(path: str, name: str = "prompt") -> np.ndarray:
     """Returns the numbers in the .npy file that an option names."""
     if not Path(path).is_file():
-        raise ValueError(f"{name}={path!r} is no file; give a .npy file of numbers")
+        raise ValueError(f"{name}={path!r} is not a file; give a .npy file of numbers")
     with Path(path).open("rb") as file:
         try:
             array = np.lib.format.read_array(file, allow_pickle=False)

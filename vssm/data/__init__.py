@@ -58,7 +58,7 @@ def open_data(config: DataConfig, missing: bool = False) -> Data:
         (1294, 144, (3, 8, 8))
     """
     if not isinstance(config, DataConfig):
-        raise ValueError(f"config={config!r} is no DataConfig; use DataConfig(name='digits')")
+        raise ValueError(f"config={config!r} is not a DataConfig; use DataConfig(name='digits')")
     if config.name == "series":
         return open_series(config, missing)
     if config.name == "arrays":

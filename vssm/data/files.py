@@ -117,7 +117,8 @@ def read_numpy(path: Path) -> Any:  # noqa: ANN401
             return file
         return {name: np.asarray(file[name]) for name in file.files}
     except Exception:  # damaged files raise many kinds; NumPy's own words advise to unpickle
-        raise ValueError(f"{path} is damaged or holds no plain arrays; use .npy or .npz") from None
+        problem = "is damaged or does not hold plain arrays"
+        raise ValueError(f"{path} {problem}; use .npy or .npz") from None
 
 
 def read_published(path: Path, sha256: str) -> bytes:

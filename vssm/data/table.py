@@ -184,7 +184,7 @@ def _times(cells: Column, path: Path) -> np.ndarray:
         cell = "" if cells.isna().iloc[row] else str(cells.iloc[row])
         what = f"comes after {str(cells.iloc[row - 1])!r}; dates must ascend"
         if missing[row]:
-            what = "is no date; expected ISO 8601, such as 2016-07-01 13:00, in every row"
+            what = "is not a date; expected ISO 8601, such as 2016-07-01 13:00, in every row"
         elif times[row] == times[row - 1]:
             what = "is there twice"
         raise ValueError(

@@ -40,9 +40,9 @@ from vssm.evaluation.timing import take_times
 from vssm.models import AnyPart, Ladder, Model, Variational
 from vssm.sampling.filling import fill
 
-__all__ = ["Progress", "Way", "Work", "dials", "draw_grid", "generation_calls", "image_quality"]
-__all__ += ["image_ways", "make_sequences", "measure_times", "observed", "spread"]
-__all__ += ["ways_to_sample"]
+__all__ = ["Progress", "Way", "Work", "dials", "draw_grid", "evenly_spaced"]
+__all__ += ["generation_calls", "image_quality", "image_ways", "make_sequences", "measure_times"]
+__all__ += ["observed", "ways_to_sample"]
 
 _LARGE_BATCH = 256  # sequences of the times of the dials
 _SECONDS = 2.0  # that the calls of one time may take
@@ -250,9 +250,9 @@ def image_quality(work: Work, num_images: int, ways: Mapping[str, Way]) -> dict[
         return float((guesses == labels.cpu()).double().mean())
 
     num = min(num_images, len(split))
-    places = spread(len(split), num)
+    places = evenly_spaced(len(split), num)
     reference = features(classifier, to_image(split.batch(slice(None))))
-    floor = features(classifier, to_image(train.batch(spread(len(train), num))))
+    floor = features(classifier, to_image(train.batch(evenly_spaced(len(train), num))))
     metrics = {
         "num_images": num,
         "classifier_accuracy": accuracy(reference, split.labels),
@@ -285,6 +285,6 @@ def draw_grid(work: Work, path: Path, ways: Sequence[Way], seed: int = 0) -> Non
     write_atomically(path, lambda file: imsave(file, tiled(images, _COLUMNS), format="png"))
 
 
-def spread(num: int, limit: int | None) -> np.ndarray:
-    """Returns at most `limit` of the indices below `num`, evenly spread and ascending."""
+def evenly_spaced(num: int, limit: int | None) -> np.ndarray:
+    """Returns at most `limit` of the indices below `num`, ascending."""
     return np.arange(num) if limit is None or limit >= num else np.arange(limit) * num // limit

@@ -168,7 +168,7 @@ def evaluate_run(
     path = folder / ("eval.json" if asked.splits == "test" else "eval_valid.json")
     work = Work(model, data, split, asked.batch, device, progress)
     metrics = _scores(work, limits.num_samples, limits.max_sequences, asked.particles)
-    index = quality.spread(len(split), limits.max_sequences)
+    index = quality.evenly_spaced(len(split), limits.max_sequences)
     for name in asked.known:
         metrics |= fill_scores(work, index, name, asked.passes, limits.num_samples)
     calls = quality.generation_calls(work, asked.dials)
@@ -208,7 +208,7 @@ def _scores(
     work: Work, num_samples: int, max_sequences: int | None, particles: bool
 ) -> dict[str, float]:
     """Measures the ELBO and the likelihoods."""
-    model, index = work.model, quality.spread(len(work.split), max_sequences)
+    model, index = work.model, quality.evenly_spaced(len(work.split), max_sequences)
     parallel = isinstance(model, Variational | Ladder | AnyPart)
     metrics: dict[str, float] = {
         "sequences": len(index),

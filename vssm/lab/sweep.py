@@ -144,9 +144,9 @@ def run_grid(
         row = _run_one(configs[name], folder / name, finish, progress)
         yield row
         loss = row["validation_loss"]
-        told = f"validation loss {'not finite' if loss is None else f'{loss:.2f}'}"
-        told = f"failed: {row['reason']}" if row["status"] == "failed" else told
-        progress.message(f"{done}/{len(configs)}  {name}: {told}")
+        outcome = f"validation loss {'not finite' if loss is None else f'{loss:.2f}'}"
+        outcome = f"failed: {row['reason']}" if row["status"] == "failed" else outcome
+        progress.message(f"{done}/{len(configs)}  {name}: {outcome}")
 
 
 def _run_one(config: RunConfig, folder: Path, finish: Finish | None, progress: Progress) -> Row:

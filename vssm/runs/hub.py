@@ -121,7 +121,7 @@ def _parse_address(repo: str) -> tuple[str, str | None]:
     match = _ADDRESS.fullmatch(repo)
     if match is None:
         raise ValueError(
-            f"repo={repo!r} is no repository; use 'OWNER/NAME' or 'hf://OWNER/NAME[@REVISION]'"
+            f"repo={repo!r} is not a repository; use 'OWNER/NAME' or 'hf://OWNER/NAME[@REVISION]'"
         )
     return match["repo"], match["revision"]
 

@@ -102,7 +102,7 @@ def _forecast(own: Forecaster, ask: ForecastRequest, limits: Settings) -> list[d
             paths = own.predict_samples(df, ask.samples, future)
             made["paths"] = np.moveaxis(paths, 1, 2).reshape(len(made), -1).tolist()
     except (TypeError, KeyError, OverflowError) as error:  # what pandas says of odd cells
-        raise ValueError(f"history or future is no table of series: {error}") from None
+        raise ValueError(f"history or future is not a table of series: {error}") from None
     made["ds"] = made["ds"].map(lambda date: date.isoformat())
     return made.to_dict(orient="records")
 

@@ -120,8 +120,8 @@ class Service:
         calls = fill_gaps(served, seed, row, x, known, passes=ask.passes, **dials)
         order = served.order(known, seed, row, ask.passes).numpy()
         done = await self._result(request, calls)
-        told = {"model": served.name, "order": order, **_timing(began, done)}
-        return json_response({**told, **_Steps(served).show(done.x, final=True)})
+        facts = {"model": served.name, "order": order, **_timing(began, done)}
+        return json_response({**facts, **_Steps(served).show(done.x, final=True)})
 
     async def forecast(self, request: Request, ask: ForecastRequest) -> Response:
         """Forecasts what follows raw histories. Returns rows with unique_id, ds, mean and a column

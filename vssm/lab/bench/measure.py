@@ -26,13 +26,13 @@ from vssm.ops import choose_backend
 from vssm.runs.results import result, write_result
 
 __all__ = ["Record", "check_sizes", "command_line", "failure", "model_options", "number"]
-__all__ += ["open_device", "spread"]
+__all__ += ["median_and_tails", "open_device"]
 
 Call = Callable[[], object]
 T = TypeVar("T")
 
 
-def spread(times: Sequence[float]) -> tuple[float, float, float]:
+def median_and_tails(times: Sequence[float]) -> tuple[float, float, float]:
     """Returns the median and the 10 % and 90 % quantiles."""
     median, low, high = np.quantile(times, (0.5, 0.1, 0.9)).tolist()
     return median, low, high
@@ -133,7 +133,7 @@ class Record:
         if (made := self.attempt(name, timed, peer)) is None:
             return
         times, peak = made
-        median, low, high = spread(times)
+        median, low, high = median_and_tails(times)
         metrics = {name: median}
         if len(times) > 1:
             metrics[name.replace("_ms_", "_p10_ms_")] = low

@@ -112,7 +112,7 @@ def add_speed(
     if (made := record.attempt(key, measured, peer)) is None:
         return
     (speeds, parameters), peak = made
-    median, low, high = measure.spread(speeds)
+    median, low, high = measure.median_and_tails(speeds)
     metrics = {key: median, f"{key}_p10": low, f"{key}_p90": high, f"{name}_parameters": parameters}
     if peak is not None:
         metrics[f"{name}_peak_memory_mib"] = peak
