@@ -222,7 +222,7 @@ def test_a_vssm_with_levels_is_timed_under_its_own_name(tmp_path, monkeypatch, c
     ways = ("ms", "plain_ms", "prompted_ms", "chunk1_ms")
     assert set(generated) == {f"{name}_{way}_b1_t4" for name in ("vssm", "vssm_l2") for way in ways}
     assert " --levels 2" in record.command
-    assert len(re.findall(r"^ *vssm_l2 ", capsys.readouterr().out, re.MULTILINE)) == 1 + 4
+    assert len(re.findall(r"^ *vssm_l2", capsys.readouterr().out, re.MULTILINE)) == 1 + 4
 
 
 def test_levels_that_do_not_fit_are_named_before_anything_is_measured(
