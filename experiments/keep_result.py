@@ -46,7 +46,7 @@ def keep_result(folder: str | Path, path: str | Path, device: str = "auto") -> N
         ways = ways_to_sample(model, length, curves=any_part)
         shown = ("one_shot", f"w{length // 4}", "w1", "s4")
         shown = [ways[name] for name in shown if name in ways]
-        work = Work(model, data, data.test(), None, where, None)
+        work = Work(model, data, data.test(), where)
         draw_grid(work, path.with_suffix(".png"), shown, config.train.seed)
     write_result(path, {**scored, "name": path.stem, "metrics": scored["metrics"] | training})
 

@@ -263,7 +263,7 @@ def test_every_way_to_sample_can_be_sampled(length):
 @torch.no_grad()
 def test_sequences_are_those_of_generate():
     data, model = open_data(WAVES), build(small_config("vssm", layers=1, features=3))
-    work = Work(model, data, data.test(), None, torch.device("cpu"), None)
+    work = Work(model, data, data.test(), torch.device("cpu"))
     x = data.test().batch(slice(2, 5))
     whole = make_sequences(work, x, range(2, 5), chunk=2, recondition=True)
     expected = generate(model, 3, 7, chunk=2, recondition=True, rows=[2, 3, 4]).x
@@ -551,7 +551,7 @@ def test_batches_change_nothing(kind):
     data, model, found = open_data(WAVES), build(small_config(kind, layers=1)), []
     methods = ("importance", "particles") if kind == "vssm" else ("importance",)
     for batch in (3, 8):
-        work = Work(model, data, data.test(), batch, torch.device("cpu"), None)
+        work = Work(model, data, data.test(), torch.device("cpu"), batch)
         index = np.arange(8)
         found += [evaluate.reconstruction(work, index)]
         found += [evaluate.likelihoods(work, index, 2, method) for method in methods]
@@ -569,6 +569,6 @@ def test_images_do_not_depend_on_the_batch(monkeypatch):
         "vssm.evaluation.quality.frechet_distance", lambda a, b: float(a.std(0).sum())
     )
     data, model = open_data(DIGITS), build(small_config("tvae", features=8, layers=1))
-    works = (Work(model, data, data.test(), batch, torch.device("cpu"), None) for batch in (7, 20))
+    works = (Work(model, data, data.test(), torch.device("cpu"), batch) for batch in (7, 20))
     few, many = (image_quality(work, 20, image_ways(work)) for work in works)
     assert few == pytest.approx(many, rel=1e-4)

@@ -24,7 +24,7 @@ def work_on(config, batch=16):
     data = open_data(config.data, missing=True)
     torch.manual_seed(0)
     model = build(resolve(config, data.meta).model).eval()
-    return Work(model, data, data.test(), batch, CPU, None)
+    return Work(model, data, data.test(), CPU, batch)
 
 
 def test_pixels_are_known_as_a_whole_and_given_features_always():

@@ -22,6 +22,7 @@ Legend: T length; W `chunk`; S `passes`; C prompt, `cut`.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from vssm.sampling.filling import fill
 
 __all__ = ["Progress", "Way", "Work", "dials", "draw_grid", "evenly_spaced"]
 __all__ += ["generation_calls", "image_quality", "image_ways", "make_sequences", "measure_times"]
-__all__ += ["observed", "ways_to_sample"]
+__all__ += ["no_progress", "observed", "ways_to_sample"]
 
 _LARGE_BATCH = 256  # sequences of the times of the dials
 _SECONDS = 2.0  # that the calls of one time may take
@@ -53,6 +54,10 @@ Progress = Callable[[str, int, int], None]
 
 Way = dict[str, Any]
 """How to make sequences: the options of `make_sequences`."""
+
+
+def no_progress(stage: str, done: int, total: int) -> None:
+    """Shows nothing."""
 
 
 def dials(model: Model) -> tuple[str, ...]:
@@ -88,28 +93,24 @@ def ways_to_sample(model: Model, length: int, curves: bool = False) -> dict[str,
     return ways
 
 
+@dataclass
 class Work:
     """What is measured, on which data, and in batches of which size."""
 
-    def __init__(
-        self,
-        model: Model,
-        data: Data,
-        split: Split,
-        batch: int | None,
-        device: torch.device,
-        progress: Progress | None,
-    ) -> None:
-        self.model: Model = model
-        self.data: Data = data
-        self.split: Split = split
-        self.device: torch.device = device
-        self.length: int = data.meta.length
+    model: Model
+    data: Data
+    split: Split
+    device: torch.device
+    batch: int = 0
+    """Sequences of a pass; 0 for what suits the device and the length."""
+    progress: Progress = no_progress
+
+    def __post_init__(self) -> None:
+        self.length: int = self.data.meta.length
         self.cut: int = self.length // 2
-        steps = 2**15 if device.type == "cuda" else 2**13
-        self.batch: int = batch or max(1, min(1024, steps // self.length))
-        self.observed: str = observed(model, data.meta.levels)
-        self.progress: Progress = progress or (lambda stage, done, total: None)
+        self.observed: str = observed(self.model, self.data.meta.levels)
+        steps = 2**15 if self.device.type == "cuda" else 2**13
+        self.batch = self.batch or max(1, min(1024, steps // self.length))
 
     @cached_property
     def engine(self) -> Engine:

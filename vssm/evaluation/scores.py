@@ -36,7 +36,7 @@ from vssm.data.dataset import is_grey
 from vssm.data.storage import why_read_only
 from vssm.evaluation import quality
 from vssm.evaluation.parts import known_entries, suffix
-from vssm.evaluation.quality import Progress, Work
+from vssm.evaluation.quality import Progress, Work, no_progress
 from vssm.forecasting.metrics import crps
 from vssm.likelihoods import estimates, log_likelihood, reconstruct
 from vssm.models import AnyPart, Autoregressive, Ladder, Model, Variational
@@ -166,7 +166,7 @@ def evaluate_run(
         known_entries(data.meta, name, torch.zeros(1, dtype=torch.int64))  # raises if unknown
     split = data.test() if asked.splits == "test" else data.valid
     path = folder / ("eval.json" if asked.splits == "test" else "eval_valid.json")
-    work = Work(model, data, split, asked.batch, device, progress)
+    work = Work(model, data, split, device, asked.batch or 0, progress or no_progress)
     metrics = _scores(work, limits.num_samples, limits.max_sequences, asked.particles)
     index = quality.evenly_spaced(len(split), limits.max_sequences)
     for name in asked.known:

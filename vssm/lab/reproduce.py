@@ -247,7 +247,7 @@ class _Plan:
             device=config.train.device,
         )
         device, data = choose_device(config.train.device), open_data(config.data)
-        work = Work(load(folder, device).eval(), data, data.test(), None, device, None)
+        work = Work(load(folder, device).eval(), data, data.test(), device)
         picture = self.piece("seeds", config).with_suffix(".png")
         picture.parent.mkdir(parents=True, exist_ok=True)
         draw_grid(work, picture, [{}], config.train.seed)
