@@ -98,6 +98,23 @@ def test_it_loads_within_a_second_from_here_alone(browser, url):
     page.close()
 
 
+def test_nothing_can_be_drawn_before_there_is_a_model(browser, url):
+    page, wrong, waiting = browser.new_page(), [], []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.route("**/v1/models", lambda route: waiting.append(route))
+    page.goto(url)
+    pad = page.locator("#pad").bounding_box()
+    page.mouse.click(pad["x"] + 5, pad["y"] + 5)
+    for _ in range(3):
+        page.keyboard.press("Tab")
+        page.keyboard.press("Space")
+    waiting[0].continue_()
+    page.wait_for_selector("#on:not([disabled])")
+    page.click("#pad")
+    assert page.inner_text("#known-out") != "0 of 12" and not wrong
+    page.close()
+
+
 def test_the_docs_list_routes_fields_and_commands(page, url):
     page.goto(f"{url}/docs")
     page.wait_for_selector("pre")

@@ -11,7 +11,7 @@ import torch
 
 from vssm.checks import check_device, check_model, check_path
 from vssm.config import FORMAT
-from vssm.data.storage import read_object, read_tensors, write_tensors
+from vssm.data.storage import read_object, read_tensors, why_read_only, write_tensors
 from vssm.models import Model, build
 from vssm.nn import join_weights
 from vssm.runs import pretrained
@@ -134,6 +134,8 @@ def check_target(folder: Path) -> None:
         raise ValueError(
             f"folder={str(folder)!r} is a file or lies below one; use a folder, or a new name"
         )
+    if why := why_read_only(there):
+        raise ValueError(f"folder={str(folder)!r} can not be written: {why}")
     try:
         values = read_object(folder / "config.json")
     except (OSError, ValueError):  # it is absent or damaged
