@@ -34,8 +34,9 @@ from vssm.data.storage import read_object, read_tensors, write_atomically, write
 from vssm.data.table import exact_numbers
 from vssm.forecasting.backtest import Backtest, rolling_cuts, score
 from vssm.forecasting.calibration import Calibration
+from vssm.forecasting.direct import Direct, choose_direct, fit_direct
 from vssm.forecasting.fitting import choose_layout, hold_out, progress_bar, train, validation
-from vssm.forecasting.linear import choose_linear, fit_linear, spread_evenly, windows_apart
+from vssm.forecasting.linear import spread_evenly, windows_apart
 from vssm.forecasting.network import draw_paths, model_config
 from vssm.forecasting.panel import (
     Panel,
@@ -46,7 +47,7 @@ from vssm.forecasting.panel import (
     read_ahead,
     read_panel,
 )
-from vssm.forecasting.windows import GivenScale, Layout, Linear, Windows, pairs
+from vssm.forecasting.windows import GivenScale, Layout, Windows, pairs
 from vssm.models import AnyPart
 from vssm.nn.show import html_table
 from vssm.runs.checkpoint import load_finite
@@ -60,7 +61,8 @@ __all__ = ["Forecaster"]
 
 _CALIBRATION_WINDOWS, _PATHS = 256, 100
 _PATHS_AT_ONCE = 4096
-_FORMAT = 3  # of forecaster.json
+_DIRECT_STEPS = 3  # of the direct forecast for each step of the model, at most
+_FORMAT = 4  # of forecaster.json
 
 
 @dataclass(repr=False, eq=False)
@@ -200,20 +202,20 @@ class Forecaster:
         scale = GivenScale.of(panel, layout.patch)
         windows, seen = Windows(older, layout, scale), [len(one.y) for one in older.series]
         whole = Windows(panel, layout, scale, seen=seen)
-        centre, penalty = choose_linear(windows, whole, cuts)
-        self.linear_: Linear = fit_linear(windows.centred(centre), penalty)
-        windows = windows.centred(centre, self.linear_)
         sizes = self.width, self.layers, self.latents, self.classes
         config = model_config(self.kind, layout, scale.features(layout.patch), *sizes)
         options = (self.batch, self.learning_rate, self.seed, choose_device(self.device))
         self.panel_: Panel = panel
-        self.layout_: Layout = windows.layout
         self.scale_: GivenScale = scale
         self.calibration_: Calibration | None = None
         steps = self.max_steps if len(cuts) else min(self.max_steps, 300)
         with progress_bar(self.progress) as bar:
+            direct_steps = _DIRECT_STEPS * self.max_steps
+            choice, self.direct_ = choose_direct(windows, whole, cuts, direct_steps, self.seed, bar)
+            windows = windows.centred(choice.centre, self.direct_)
+            self.layout_: Layout = windows.layout
             if len(cuts):
-                held = whole.centred(centre, self.linear_)
+                held = whole.centred(choice.centre, self.direct_)
                 judge = validation(held, cuts, self.seed)
                 self.model_, steps = train(config, windows, steps, *options, bar, "fit", judge)
                 if self.calibrate:
@@ -223,8 +225,8 @@ class Forecaster:
                     self.calibration_ = Calibration.of(paths, y, held.dates(own), series, apart)
             if self.refit or not len(cuts):
                 whole = Windows(panel, windows.layout, scale)
-                self.linear_ = fit_linear(whole, penalty)
-                whole = whole.centred(centre, self.linear_)
+                self.direct_ = fit_direct(choice, whole, self.seed, bar)
+                whole = whole.centred(choice.centre, self.direct_)
                 self.model_, _ = train(config, whole, steps, *options, bar, "fit all data")
         self.steps_: int = steps
         self.seconds_: float = time.monotonic() - began
@@ -291,7 +293,7 @@ class Forecaster:
         ahead: Sequence[np.ndarray] | None = None,
         seen: Sequence[int] | None = None,
     ) -> Windows:
-        return Windows(panel, self.layout_, self.scale_, self.linear_, ahead, seen)
+        return Windows(panel, self.layout_, self.scale_, self.direct_, ahead, seen)
 
     def _draw(self, windows: Windows, cuts: Tensor, samples: int) -> tuple[Tensor, ...]:
         """Returns paths of windows before calibration, (W, S, H), what came, centre and scale."""
@@ -447,7 +449,7 @@ class Forecaster:
         check_path("folder", folder)
         folder, panel = Path(folder), self.panel_
         save_model(self.model_, folder)
-        tensors, held = self.linear_._asdict(), None
+        tensors, held = self.direct_.state_dict(), None
         if self.calibration_ is not None:
             held = self.calibration_._asdict()
             tensors |= {name: held.pop(name) for name in ("scores", "dates")}
@@ -488,12 +490,12 @@ class Forecaster:
         own = cls(**{**held["params"], **lists, "device": device})  # JSON has no tuples
         own.model_ = load_finite(folder, choose_device(device)).eval()
         tensors = read_tensors(folder / "forecaster.safetensors")[0]
-        own.linear_ = Linear(tensors["weight"], tensors["spread"])
+        past: Any = {name: tensors.pop(name) for name in ("scores", "dates") if name in tensors}
+        own.direct_ = Direct.from_tensors(tensors)
         own.layout_ = Layout(**held["layout"])
         own.scale_ = GivenScale(**held["scale"])
         own.calibration_ = None
         if held["calibration"] is not None:
-            past: Any = {name: tensors[name] for name in ("scores", "dates")}
             own.calibration_ = Calibration(**held["calibration"], **past)
         table: Any = pandas.read_csv(folder / "history.csv", **exact_numbers())
         table["unique_id"] = table["unique_id"].map(dict(enumerate(held["ids"])))

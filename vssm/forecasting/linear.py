@@ -1,13 +1,10 @@
-"""The linear forecast of a window, which a model then corrects.
+"""The linear forecast of a window, where the direct forecast starts.
 
     u_{C+h} = sum_i a_i W_{ih}        u the values of a window in its own scale, zero where missing
                                       a the history u_1 ... u_C and the covariates of the window
 
 W is a ridge regression over the windows of all series. Its penalty, and the centre of windows, are
-those that forecast held-out windows best; an infinite penalty leaves the centre as it is. A model
-reads and makes the horizon as (u - linear forecast) / spread, with the mean error of each step as
-the spread. So it learns what a straight line through the history can not say, and how wide, and a
-short training is enough.
+those that forecast held-out windows best; an infinite penalty leaves the centre as it is.
 
 Legend: W windows of C steps of history and H of horizon, with I numbers that are read.
 """
@@ -18,14 +15,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vssm.forecasting.windows import CENTRES, Linear, Windows
+from vssm.forecasting.windows import CENTRES, Windows
 
-__all__ = ["Choice", "choose_linear", "fit_linear", "is_close", "spread_evenly", "windows_apart"]
+__all__ = [
+    "Choice",
+    "Linear",
+    "choose_linear",
+    "fit_linear",
+    "is_close",
+    "spread_evenly",
+    "windows_apart",
+]
 
 _PENALTIES = (0.003, 0.03, 0.3, 3.0, 30.0)  # in mean variances of an input
 _FIT_WINDOWS, _TEST_WINDOWS = 6000, 1000
 _DOUBT = 0.5  # standard errors
 _LARGEST = 10.0  # of u in the regression: a few wild windows must not decide it
+
+
+class Linear(NamedTuple):
+    """A linear forecast of the horizon, in units of a window."""
+
+    weight: Tensor
+    """(I, H) float64, of what is read (`Windows.regressors`)."""
+    spread: Tensor
+    """The mean error of each step, (H,) float64."""
 
 
 class Choice(NamedTuple):
@@ -49,8 +63,8 @@ def choose_linear(older: Windows, whole: Windows, cuts: Tensor) -> Choice:
     names = CENTRES if older.layout.season > 1 else CENTRES[:2]
     errors: dict[Choice, Tensor] = {}
     for name in names:
-        past, ahead, due, scale = _units(test.centred(name), cuts)
-        size = scale / test.least[cuts[:, :1]] * due / due.sum(1, keepdim=True).clamp(min=1)
+        past, ahead, due, size = _units(test.centred(name), cuts)
+        size = size * due / due.sum(1, keepdim=True).clamp(min=1)
         found = _solve(older.centred(name), penalties)
         for penalty, weight in zip(penalties, found, strict=True):
             errors[Choice(name, penalty)] = ((ahead - past @ weight).abs() * size).sum(1)
@@ -105,8 +119,5 @@ def _fit_cuts(windows: Windows) -> Tensor:
 
 
 def _units(windows: Windows, cuts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns what is read, the horizon in units of its windows, what is known of it, scales."""
-    batch, own = windows.forecasts(cuts), windows.layout.ahead
-    x, made = batch.x.flatten(1).double(), batch.made.flatten(1)
-    read = windows.regressors(cuts, x[:, : own.start])
-    return read, x[:, own], made[:, own], batch.scale[:, :1]
+    read, ahead, due, size = windows.direct_task(cuts)
+    return read.double(), ahead.double(), due, size

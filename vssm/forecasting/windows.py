@@ -11,7 +11,7 @@ Legend: B windows of L = C + (H rounded up to patches) points, T = L / P steps o
 known (B, L); x (B, T, P); given (B, T, G).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from torch import Tensor
 from vssm.data.series import phases
 from vssm.forecasting.panel import Panel
 
-__all__ = ["CENTRES", "LEAST_SCALE", "Batch", "GivenScale", "Layout", "Linear", "Windows"]
+__all__ = ["CENTRES", "LEAST_SCALE", "Batch", "Direct", "GivenScale", "Layout", "Windows"]
 __all__ += ["centre_and_scale", "pairs"]
 
 CENTRES = ("mean", "last", "season", "season-level", "season-last")
@@ -73,13 +73,9 @@ class Layout:
         return known, made
 
 
-class Linear(NamedTuple):
-    """A linear forecast of the horizon, in units of a window (see `vssm.forecasting.linear`)."""
-
-    weight: Tensor
-    """(I, H) float64, of the history and the covariates (`Windows.regressors`)."""
-    spread: Tensor
-    """The mean error of each step, (H,) float64."""
+Direct = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""From what is read of windows (B, I), `Windows.regressors`, to the centre and the mean error of
+each step of the horizon, (B, H) each, in units of the window (`vssm.forecasting.direct`)."""
 
 
 class Batch(NamedTuple):
@@ -201,7 +197,7 @@ class Windows:
         panel: The series.
         layout: The sizes of a window.
         scale: That of the covariates.
-        linear: The linear forecast that centres the horizon; none by default.
+        direct: The forecast that centres the horizon; none by default.
         ahead: The known covariates of the H dates after each series, (H, F).
         seen: The number of first rows of each series that bound the scale of its windows; all by
             default. What is held out must not.
@@ -212,14 +208,14 @@ class Windows:
         panel: Panel,
         layout: Layout,
         scale: GivenScale,
-        linear: Linear | None = None,
+        direct: Direct | None = None,
         ahead: Sequence[np.ndarray] | None = None,
         seen: Sequence[int] | None = None,
     ) -> None:
         self.panel: Panel = panel
         self.layout: Layout = layout
         self.scale: GivenScale = scale
-        self.linear: Linear | None = linear
+        self.direct: Direct | None = direct
         room = layout.length  # before and after each series, so that every window fits
         self.lengths: Tensor = torch.tensor([len(one.y) for one in panel.series])
         ends = (self.lengths + 2 * room).cumsum(0)
@@ -259,10 +255,10 @@ class Windows:
         times: Any = before.append([dates, after])
         return phases(times.tz_localize(None).to_numpy(), self.scale.cycles)
 
-    def centred(self, centre: str, linear: Linear | None = None) -> "Windows":
+    def centred(self, centre: str, direct: Direct | None = None) -> "Windows":
         """Returns the same windows with another centre."""
         other = copy(self)
-        other.layout, other.linear = replace(self.layout, centre=centre), linear
+        other.layout, other.direct = replace(self.layout, centre=centre), direct
         return other
 
     def cuts(self, least: int) -> Tensor:
@@ -306,15 +302,24 @@ class Windows:
         layout = self.layout
         centre, scale = centre_and_scale(y, known, layout, self.least[cuts[:, :1]])
         scale = scale.expand_as(y)
-        if self.linear is not None:
-            centre, scale = self._add_linear(cuts, y, known, centre, scale)
+        if self.direct is not None:
+            centre, scale = self._add_direct(cuts, y, known, centre, scale)
         x = torch.where(known | made, (y - centre) / scale, 0).clamp(-_LARGEST, _LARGEST)
         shape = (len(y), layout.steps, layout.patch)
         x, known, made = (part.reshape(shape) for part in (x.float(), known, made))
         return Batch(x, known, made, self._given(cuts), centre, scale)
 
+    def direct_task(self, cuts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns what a direct forecast reads (B, I), the horizon in units of its windows (B, H),
+        what is known of it, and a unit of each window in deviations of its series (B, 1)."""
+        batch, own = self.forecasts(cuts), self.layout.ahead
+        x, made = batch.x.flatten(1), batch.made.flatten(1)
+        read = self.regressors(cuts, x[:, : own.start])
+        size = batch.scale[:, :1] / self.least[cuts[:, :1]] * LEAST_SCALE
+        return read, x[:, own], made[:, own], size
+
     def regressors(self, cuts: Tensor, past: Tensor) -> Tensor:
-        """Returns what a linear forecast reads, (B, I): the history (B, C) and covariates."""
+        """Returns what a direct forecast reads, (B, I): the history (B, C) and covariates."""
         moving = self._covariates(cuts).flatten(1)
         if past.shape[1] + moving.shape[1] > _MOST_REGRESSORS:
             return past
@@ -326,20 +331,21 @@ class Windows:
         moving[:, self.layout.context :, len(self.panel.columns.future) :] = 0
         return moving
 
-    def _add_linear(
+    @torch.no_grad()
+    def _add_direct(
         self, cuts: Tensor, y: Tensor, known: Tensor, centre: Tensor, scale: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Moves the centre of horizons of which nothing is known, and sets their scale."""
-        assert self.linear is not None
+        assert self.direct is not None
         past, own = slice(0, self.layout.context), slice(self.layout.context, None)
         free = ~known[:, own].any(1, keepdim=True)
         u = torch.where(known, (y - centre) / scale, 0).clamp(-_LARGEST, _LARGEST)[:, past]
         more = centre.shape[1] - self.layout.context - self.layout.horizon
-        ahead = F.pad(self.regressors(cuts, u) @ self.linear.weight, (0, more)) * scale[:, own]
-        spread = F.pad(self.linear.spread, (0, more), value=1.0)
+        m, b = self.direct(self.regressors(cuts, u))
+        m, b = F.pad(m.double(), (0, more)), F.pad(b.double(), (0, more), value=1.0)
         centre, scale = centre.clone(), scale.clone()
-        centre[:, own] += torch.where(free, ahead, 0)
-        scale[:, own] *= torch.where(free, spread, 1)
+        centre[:, own] += torch.where(free, m * scale[:, own], 0)
+        scale[:, own] *= torch.where(free, b, 1)
         return centre, scale
 
     def _given(self, cuts: Tensor) -> Tensor:
