@@ -75,30 +75,23 @@ class Engine:
     """
 
     def __init__(self, model: Model) -> None:
-        self._model = copy.deepcopy(check_model(model)).requires_grad_(False)
-        self.device: torch.device = first_weight(self._model).device
+        self.model: Model = copy.deepcopy(check_model(model)).requires_grad_(False)
+        """The frozen copy. Its layers may be fused; do not train or change it."""
+        self.config: ModelConfig = self.model.config
+        """The config of the model."""
+        self.device: torch.device = first_weight(self.model).device
         """Where the engine generates."""
         if self.device.type == "cuda":
             with torch.no_grad():
-                fuse(self._model)
+                fuse(self.model)
         self._programs = Programs(self.device)
         self._empty: dict[int, tuple[Latents, State]] = {}
-
-    @property
-    def config(self) -> ModelConfig:
-        """The config of the model."""
-        return self._model.config
-
-    @property
-    def model(self) -> Model:
-        """The frozen copy. Its layers may be fused; do not train or change it."""
-        return self._model
 
     def __repr__(self) -> str:
         return f"Engine({self.config.kind} on {self.device})"
 
     def __reduce__(self) -> tuple[type["Engine"], tuple[Model]]:
-        return Engine, (self._model,)  # a copy records anew
+        return Engine, (self.model,)  # a copy records anew
 
     @torch.no_grad()
     def generate(
@@ -118,9 +111,9 @@ class Engine:
     ) -> Generation:
         """Generates new steps, as `vssm.generate` does."""
         dials = chunk, recondition, passes, temperature, observe, cache
-        request = check_request(self._model, num, length, prompt, state, seed, rows, *dials)
+        request = check_request(self.model, num, length, prompt, state, seed, rows, *dials)
         x, z, after = self._sample(request)
-        return Generation(x, z, own_state(after, request.source, self._model.owner))
+        return Generation(x, z, own_state(after, request.source, self.model.owner))
 
     @torch.no_grad()
     def observe(
@@ -132,8 +125,8 @@ class Engine:
         num: int | None = None,
     ) -> State:
         """Reads real data, as `vssm.observe` does."""
-        x, before, source = check_reading(self._model, x, state, seed, rows, num)
-        return own_state(read(self._model, x, before, source), source, self._model.owner)
+        x, before, source = check_reading(self.model, x, state, seed, rows, num)
+        return own_state(read(self.model, x, before, source), source, self.model.owner)
 
     @torch.no_grad()
     def fill(
@@ -148,11 +141,11 @@ class Engine:
         rows: Sequence[int] | Tensor | None = None,
     ) -> Tensor:
         """Draws the entries that are not known, as `vssm.fill` does."""
-        task = check_filling(self._model, x, known, num, passes, temperature, observe, seed, rows)
+        task = check_filling(self.model, x, known, num, passes, temperature, observe, seed, rows)
         _, part, source, options = task.work
         tensors = {"x": part.x, "known": part.known, "made": part.made}
         given = State({**tensors, "seed": source.seed, "row": source.row})
-        make = partial(_make_entries, self._model, options)
+        make = partial(_make_entries, self.model, options)
         made = self._programs.run_function(("fill", options), make, given) or make(given)
         return task.finish(made["x"])
 
@@ -160,20 +153,20 @@ class Engine:
         """Makes new steps, by a program or by the plain algorithm."""
         options = request.options
         if options.length and options.cache and self._programs.can_record():
-            if not isinstance(self._model, Variational | Ladder | AnyPart):
-                return sample_stepwise(self._model, self._programs, request)
+            if not isinstance(self.model, Variational | Ladder | AnyPart):
+                return sample_stepwise(self.model, self._programs, request)
             made = self._one_shot(request)
             if made is not None:
                 return made
         empty = self._empty_pass(request)
         if empty is not None:  # the state is the caller's own
             empty = empty[0], empty[1].map(torch.clone)
-        return sample(self._model, *request, empty)
+        return sample(self.model, *request, empty)
 
     def _one_shot(self, request: Request) -> Result | None:
         """Replays a whole call of a vssm or tvae; returns None if the plain path should run."""
         prompt, state, source, options = request
-        model, position = self._model, None
+        model, position = self.model, None
         given: dict[str, Tensor | State] = {"seed": source.seed, "row": source.row}
         if prompt is not None:
             given["prompt"] = prompt
@@ -205,7 +198,7 @@ class Engine:
     def _empty_pass(self, request: Request) -> tuple[Latents, State] | None:
         """Returns the pass over empty tokens that a call from nothing starts with."""
         prompt, state, source, options = request
-        model = self._model
+        model = self.model
         if not isinstance(model, Variational) or prompt is not None or state is not None:
             return None
         options, _ = divide(model, None, None, source.num, options)

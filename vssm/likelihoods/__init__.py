@@ -46,7 +46,7 @@ from vssm.models import (
 )
 from vssm.models.ladder import Task
 from vssm.objectives import real_steps
-from vssm.objectives.parts import there_and_finite
+from vssm.objectives.parts import for_entries, there_and_finite
 
 __all__ = ["METHODS", "check_method", "estimates", "log_likelihood", "reconstruct"]
 
@@ -117,8 +117,8 @@ def log_likelihood(
         )
     numbers = _numbers(x, rows)
     if isinstance(model, AnyPart):
-        known = _first_steps(x, prompt_length) if known is None else _for_entries(known, x)
-        there = there if real is None else there & _for_entries(real, x)
+        known = _first_steps(x, prompt_length) if known is None else for_entries(known, x)
+        there = there if real is None else there & for_entries(real, x)
         return log_likelihood_of_part(
             model, x, there, known & there, passes, num_samples, seed, numbers, _ROWS_PER_PASS
         )
@@ -141,15 +141,10 @@ def _check_data(
     return x, torch.ones_like(x, dtype=torch.bool)
 
 
-def _for_entries(mask: Tensor, x: Tensor) -> Tensor:
-    """Returns a mask of steps (B, T) as one of entries, which can be broadcast to x."""
-    return mask[..., None] if mask.ndim < x.ndim else mask
-
-
 def _first_steps(x: Tensor, num: int) -> Tensor:
     """Returns which entries of x are in its first steps."""
     steps = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
-    return _for_entries(steps < num, x)
+    return for_entries(steps < num, x)
 
 
 def _numbers(x: Tensor, rows: Sequence[int] | Tensor | int) -> Tensor:
@@ -208,7 +203,7 @@ def estimates(
         return [log_p_x[:, cut:].sum(1) for cut, _ in cases]
     if isinstance(model, AnyPart):
         x, there = there_and_finite(model, x, None)
-        there = there & _for_entries(mask.bool(), x)
+        there = there & for_entries(mask.bool(), x)
         prefixes = [_first_steps(x, cut) & there for cut, _ in cases]
         rest = 1, num_samples, seed, numbers, rows
         return [log_likelihood_of_part(model, x, there, known, *rest) for known in prefixes]

@@ -20,6 +20,8 @@ from vssm import noise
 from vssm.distributions import Latents, Observation
 from vssm.likelihoods.particles import latent_noise
 from vssm.models.anypart import AnyPart, Part, order_of_passes
+from vssm.objectives import real_steps
+from vssm.objectives.parts import for_entries, there_and_finite
 
 __all__ = ["log_likelihood_of_part", "reconstruct_part"]
 
@@ -122,13 +124,9 @@ def reconstruct_part(
 ) -> tuple[Observation, Latents, Latents]:
     """Returns p(x|z) for one draw of z with nothing known but what is given, and q(z) and p(z)."""
     length = x.shape[1]
-    there = torch.ones_like(x, dtype=torch.bool)
-    if x.is_floating_point():
-        there = ~x.isnan()
-        x = x.nan_to_num()
+    x, there = there_and_finite(model, x, None)
     if lengths is not None:
-        real = torch.arange(length, device=x.device) < lengths[:, None]
-        there = there & real.view(*real.shape, *[1] * (x.ndim - 2))
+        there = there & for_entries(real_steps(x, lengths), x)
     known = model.always_known(torch.zeros_like(there)) & there
     part = Part(*(model.pad(values) for values in (x, known, there & ~known)))
     u = latent_noise(part.x, seed, numbers, range(1), model.config.latents)

@@ -26,7 +26,7 @@ from torch import Tensor
 from vssm.checks import check_model, check_number, check_sequence, shown
 from vssm.distributions import Latents, gumbel_uniform
 from vssm.models import VRNN, AnyPart, Autoregressive, Ladder, Model, Variational
-from vssm.objectives.parts import part_terms, there_and_finite
+from vssm.objectives.parts import for_entries, part_terms, there_and_finite
 from vssm.ops.operators import product_dtype
 
 __all__ = ["Terms", "objective", "real_steps"]
@@ -141,7 +141,7 @@ def objective(
         return _terms(log_likelihood, kl, partial)
     if isinstance(inner, AnyPart):
         assert known is not None
-        there = known if real is None else known & real.view(*real.shape, *[1] * (x.ndim - 2))
+        there = known if real is None else known & for_entries(real, x)
         reconstruction, kl = part_terms(inner, x, there, draws.gumbel, draws.share)
         terms = _terms(reconstruction, kl, torch.zeros_like(kl))
     elif isinstance(inner, Ladder):

@@ -25,7 +25,7 @@ from vssm.models.anypart import Part, order_of_passes
 from vssm.objectives.masks import random_masks
 from vssm.ops.operators import product_dtype
 
-__all__ = ["bound_of_part", "part_terms", "there_and_finite"]
+__all__ = ["bound_of_part", "for_entries", "part_terms", "there_and_finite"]
 
 _MOST_PASSES = 64
 
@@ -103,6 +103,11 @@ def _random_part(
     return Part(x, known | ((order >= 0) & (order < now)), made, latent), weight
 
 
+def for_entries(mask: Tensor, x: Tensor) -> Tensor:
+    """Returns a mask of steps (B, T) or of entries of x as one that can be broadcast to x."""
+    return mask[..., None] if mask.ndim < x.ndim else mask
+
+
 def there_and_finite(
     model: AnyPart, x: Tensor, known: Tensor | None, wait: bool = True
 ) -> tuple[Tensor, Tensor]:
@@ -121,7 +126,7 @@ def there_and_finite(
             f"known has shape {tuple(known.shape)}; use {tuple(x.shape)}, the shape of x, "
             f"or {tuple(x.shape[:2])}, one for each step"
         )
-    known = known[..., None].expand_as(x) if known.ndim < x.ndim else known
+    known = for_entries(known, x).expand_as(x)
     if known.device != x.device:
         raise ValueError(f"known is on {known.device}; move it to {x.device}, the device of x")
     device = next(model.parameters()).device

@@ -228,13 +228,13 @@ def sample(
 
 def _no_steps(model: Model, source: Noise) -> tuple[Tensor, Tensor | None]:
     """Returns x and z of zero steps."""
-    num, device, z = source.num, source.row.device, None
+    num, config, weight, z = source.num, model.config, first_weight(model), None
     if not isinstance(model, Autoregressive):
-        z = torch.empty(num, 0, model.config.latents, dtype=torch.int64, device=device)
+        z = weight.new_empty(num, 0, config.latents, dtype=torch.int64)
     if model.head.tokens:
-        return torch.empty(num, 0, dtype=torch.int64, device=device), z
-    dtype = torch.promote_types(first_weight(model).dtype, torch.float32)  # that of made steps
-    return torch.empty(num, 0, model.config.features, dtype=dtype, device=device), z
+        return weight.new_empty(num, 0, dtype=torch.int64), z
+    dtype = torch.promote_types(weight.dtype, torch.float32)  # that of made steps
+    return weight.new_empty(num, 0, config.features, dtype=dtype), z
 
 
 def read(model: Model, x: Tensor, state: State | None, source: Noise) -> State:

@@ -218,10 +218,10 @@ def _check_options(
         )
     if passes > 1 and isinstance(model, Ladder):
         raise ValueError(f"passes={passes} is for a vssm or tvae without levels; use passes=1")
-    if kind not in ("vssm", "tvae"):
-        given = {"recondition=True": recondition, f"passes={passes}": passes > 1}
-        given[f"chunk={chunk}"] = chunk is not None
-        if name := next((name for name, there in given.items() if there), None):
+    given = {"recondition=True": recondition, f"passes={passes}": passes > 1}
+    given[f"chunk={chunk}"] = chunk is not None
+    for name, there in given.items():
+        if there and kind not in ("vssm", "tvae"):
             raise ValueError(
                 f"{name} is for models that generate in parallel, not kind={kind!r}; "
                 "use a vssm or tvae"
