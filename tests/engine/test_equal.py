@@ -234,6 +234,19 @@ def test_slabs_equal_one_pass(options, device, counts, monkeypatch):
     assert bool(counts.recorded) == (options["kind"] not in PARALLEL)
 
 
+def test_chunks_that_do_not_fit_equal_one_pass(device, monkeypatch):
+    """The pass over empty tokens that an engine keeps ends where a chunk that fits ends."""
+    model = small_model("vssm").to(device)
+    engine, options = Engine(model), {"num": 2, "length": 40}
+    whole = vssm.generate(model, **options)
+    monkeypatch.setattr("vssm.sampling.parallel._EMPTY_STEPS", 4)
+    monkeypatch.setattr("vssm.sampling.request.SHORTEST", 2)
+    monkeypatch.setattr("vssm.sampling.request.bytes_of_step", lambda *arguments: 10**6)
+    monkeypatch.setattr("vssm.sampling.request.bytes_of_slab", lambda device: 11 * 10**6)
+    for _ in range(3):
+        same_results(engine.generate(chunk=8, **options), whole)
+
+
 def test_a_transformer_in_slabs_equals_one_pass(device, monkeypatch):
     model = small_model("transformer").to(device)
     engine, x = Engine(model), sequences(model, 5, 4).to(device)

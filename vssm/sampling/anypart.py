@@ -124,23 +124,26 @@ def _opened(model: AnyPart, state: State | None, batch: int, device: torch.devic
 
 def _closed(model: AnyPart, opened: _Open, position: int) -> State:
     """Puts a state together; the open window has a constant size."""
-    window, short = model.config.window, opened.x.shape[1]
     children: dict[str, Tensor | State] = {
         f"pass{s:04}": state for s, state in enumerate(opened.states) if state is not None
     }
     for name, values in (("open", opened.x), ("open_known", opened.known.to(torch.int64))):
-        room = values.new_zeros(len(values), window, *values.shape[2:])
-        room[:, :short] = values
-        children[name] = room
+        children[name] = _extend(values, model.config.window)
     return State(children, position)
 
 
-def read_any_part(model: AnyPart, x: Tensor, state: State | None, num: int | None = None) -> State:
+def _extend(values: Tensor, steps: int) -> Tensor:
+    """Returns a copy of values (B, n, ...) with zeros after them up to a number of steps."""
+    room = values.new_zeros(len(values), steps, *values.shape[2:])
+    room[:, : values.shape[1]] = values
+    return room
+
+
+def read_any_part(model: AnyPart, x: Tensor, state: State | None, num: int) -> State:
     """Reads data, which has no latents: nothing is drawn."""
-    batch = num or len(x)
-    opened = _opened(model, state, batch, x.device)
+    opened = _opened(model, state, num, x.device)
     position = x.shape[1] + (0 if state is None else state.position)
-    x = torch.cat([opened.x.to(x.dtype), x.expand(batch, *x.shape[1:])], 1)
+    x = torch.cat([opened.x.to(x.dtype), x.expand(num, *x.shape[1:])], 1)
     known = torch.ones_like(x, dtype=torch.bool)
     known[:, : opened.known.shape[1]] = opened.known
     whole = x.shape[1] - x.shape[1] % model.config.window
@@ -164,25 +167,19 @@ def sample_any_part(
     options: Options,
 ) -> Result:
     """Continues a prefix: `generate` for models with known="any"."""
-    window, num = model.config.window, source.num
     if prompt is not None:
-        state = read_any_part(model, prompt, state, num)
-    opened = _opened(model, state, num, source.row.device)
-    states = opened.states
-    if len(states) == 1:
-        states = states * options.passes
+        state = read_any_part(model, prompt, state, source.num)
+    opened = _opened(model, state, source.num, source.row.device)
+    states = opened.states * options.passes if len(opened.states) == 1 else opened.states
     if len(states) != options.passes:
         raise ValueError(
             f"passes={options.passes} does not fit this state, which was made in {len(states)}; "
             f"use passes={len(states)}"
         )
-    position = 0 if state is None else state.position
+    window, position = model.config.window, 0 if state is None else state.position
     start, end = position - opened.x.shape[1], position + options.length
     steps = -(-(end - start) // window) * window
-    x = model.pad(opened.x) if opened.x.shape[1] else opened.x
-    x = torch.cat([x, x.new_zeros(num, steps - x.shape[1], *x.shape[2:])], 1)
-    known = torch.zeros_like(x, dtype=torch.bool)
-    known[:, : opened.known.shape[1]] = opened.known
+    x, known = _extend(opened.x, steps), _extend(opened.known, steps)
     zs, first = [], 0
     before, chunk = states, max(1, -(-options.chunk // window)) * window
     last = (end - start) // window * window  # where the window begins in which making ends
@@ -200,5 +197,4 @@ def sample_any_part(
     kept = states if last == steps else before
     after = _closed(model, _Open(kept, x[:, rest], known[:, rest]), end)
     new = slice(position - start, end - start)
-    z = torch.cat(zs, 1) if zs else torch.zeros(num, 0, model.config.latents, dtype=torch.int64)
-    return x[:, new], z[:, new].to(x.device), after
+    return x[:, new], torch.cat(zs, 1)[:, new], after

@@ -26,6 +26,7 @@ def scan_ahead(
     (`vssm.sampling.ahead`). There is no gradient.
 
     Example:
+        >>> import torch
         >>> u, A, one = torch.ones(1, 3, 1), -torch.ones(1, 1), torch.ones(1)
         >>> even, odd, after = scan_ahead(u, u, A, u, u, one, u, one)[0, :, 0]
         >>> bool(even == odd), bool(after > odd)
