@@ -29,9 +29,6 @@ _DT_FLOOR = 1e-4
 class MambaMixer(nn.Module):
     """Creates the selective state space layer, without norm and residual."""
 
-    rank: int
-    states: int
-
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         width, inner, states, rank = config.width, config.inner, config.state_size, config.dt_rank

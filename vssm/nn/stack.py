@@ -122,9 +122,6 @@ class LatentEmbedding(nn.Module):
     Classes are looked up and summed; one-hot vectors are multiplied, so that they get a gradient.
     """
 
-    latents: int
-    classes: int
-
     def __init__(self, latents: int, classes: int, width: int) -> None:
         super().__init__()
         # Z rows are summed: this scale makes the sum of unit variance.
