@@ -352,3 +352,11 @@ def test_written_files_have_the_usual_permissions(tmp_path):
     (tmp_path / "usual.txt").touch()
     write_atomically(tmp_path / "a.txt", private)
     assert (tmp_path / "a.txt").stat().st_mode == (tmp_path / "usual.txt").stat().st_mode
+
+
+def test_a_folder_that_can_not_be_written_is_named_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr("vssm.runs.checkpoint.why_read_only", lambda place: "read-only file system")
+    model = small_model("ssm")
+    with pytest.raises(ValueError, match="own' can not be written: read-only file system"):
+        save(model, tmp_path / "own")
+    assert not (tmp_path / "own").exists()
