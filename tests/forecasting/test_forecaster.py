@@ -247,6 +247,17 @@ def test_series_that_grow_are_read_as_logarithms():
     assert not choose_layout(panel, 12, None, None, None, "none").log
 
 
+def test_logarithms_are_read_where_they_clearly_forecast_better():
+    """Prices multiply sales, or add to them."""
+    rng = np.random.default_rng(0)
+    table = as_long(weeks(100, 8)).assign(promo=(rng.random(800) < 0.3).astype(float))
+    noise = 0.1 * rng.normal(size=800)
+    options = {**SMALL, "max_steps": 1, "refit": False, "future_columns": ["promo"]}
+    for y, log in ((np.exp(table["y"] / 5 + table["promo"] + noise), True), (table["y"], False)):
+        own = vssm.Forecaster(**options).fit(table.assign(y=y + (0 if log else table["promo"])))
+        assert own.layout_.log == log
+
+
 @pytest.mark.parametrize(
     ("table", "options", "message"),
     [

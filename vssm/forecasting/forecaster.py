@@ -36,7 +36,7 @@ from vssm.forecasting.backtest import Backtest, rolling_cuts, score
 from vssm.forecasting.calibration import Calibration
 from vssm.forecasting.direct import Direct, choose_direct, fit_direct
 from vssm.forecasting.fitting import choose_layout, hold_out, progress_bar, train, validation
-from vssm.forecasting.linear import spread_evenly, windows_apart
+from vssm.forecasting.linear import is_more_exact, spread_evenly, windows_apart
 from vssm.forecasting.network import draw_paths, model_config
 from vssm.forecasting.panel import (
     Panel,
@@ -200,8 +200,17 @@ class Forecaster:
         _check_values(panel, layout)
         older, cuts = hold_out(panel, layout)
         scale = GivenScale.of(panel, layout.patch)
-        windows, seen = Windows(older, layout, scale), [len(one.y) for one in older.series]
-        whole = Windows(panel, layout, scale, seen=seen)
+        seen = [len(one.y) for one in older.series]
+
+        def windows_of(layout: Layout) -> tuple[Windows, Windows]:
+            return Windows(older, layout, scale), Windows(panel, layout, scale, seen=seen)
+
+        windows, whole = windows_of(layout)
+        positive = all((one.y[np.isfinite(one.y)] > 0).all() for one in panel.series)
+        if self.transform == "auto" and positive and not layout.log and len(cuts):
+            logs = windows_of(replace(layout, log=True))
+            if is_more_exact(logs, (windows, whole), cuts):
+                windows, whole = logs
         sizes = self.width, self.layers, self.latents, self.classes
         config = model_config(self.kind, layout, scale.features(layout.patch), *sizes)
         options = (self.batch, self.learning_rate, self.seed, choose_device(self.device))

@@ -17,19 +17,13 @@ from torch import Tensor
 
 from vssm.forecasting.windows import CENTRES, Windows
 
-__all__ = [
-    "Choice",
-    "Linear",
-    "choose_linear",
-    "fit_linear",
-    "is_close",
-    "spread_evenly",
-    "windows_apart",
-]
+__all__ = ["Choice", "Linear", "choose_linear", "fit_linear", "is_close", "is_more_exact"]
+__all__ += ["spread_evenly", "windows_apart"]
 
 _PENALTIES = (0.003, 0.03, 0.3, 3.0, 30.0)  # in mean variances of an input
-_FIT_WINDOWS, _TEST_WINDOWS = 6000, 1000
-_DOUBT = 0.5  # standard errors
+_FIT_WINDOWS, _MOST_FIT_WINDOWS, _EACH = 6000, 20_000, 40  # _EACH of a series where many are
+_TEST_WINDOWS = 1000
+_DOUBT, _CLEAR = 0.5, 2.0  # standard errors
 _LARGEST = 10.0  # of u in the regression: a few wild windows must not decide it
 
 
@@ -40,6 +34,10 @@ class Linear(NamedTuple):
     """(I, H) float64, of what is read (`Windows.regressors`)."""
     spread: Tensor
     """The mean error of each step, (H,) float64."""
+
+    def __call__(self, a: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the forecasts and mean errors, (B, H) each, of what is read (B, I)."""
+        return a.double() @ self.weight, self.spread.expand(len(a), -1)
 
 
 class Choice(NamedTuple):
@@ -74,13 +72,32 @@ def choose_linear(older: Windows, whole: Windows, cuts: Tensor) -> Choice:
     return next(choice for choice in ordered if is_close(errors[choice], errors[best], apart))
 
 
-def is_close(error: Tensor, best: Tensor, apart: float) -> bool:
-    """Says whether the mean error of windows is within half a standard error of the best.
+def is_more_exact(
+    logs: tuple[Windows, Windows], plain: tuple[Windows, Windows], cuts: Tensor
+) -> bool:
+    """Says whether linear forecasts of logarithms are clearly closer to held-out windows.
+
+    Logarithms and plain values come as the older windows and all windows, with the same cuts.
+    """
+    errors = []
+    some, apart = spread_evenly(cuts, _TEST_WINDOWS), windows_apart(cuts, plain[0].layout.horizon)
+    for older, whole in (plain, logs):
+        centre, penalty = choose_linear(older, whole, cuts)
+        held = whole.centred(centre, fit_linear(older.centred(centre), penalty))
+        batch, (y, _) = held.forecasts(some), plain[1].values(some)
+        middle = held.to_units(torch.zeros(1, 1, 1), batch.centre, batch.scale)[:, 0]
+        error = torch.where(batch.made.flatten(1), (y - middle).abs(), 0).sum(1)
+        errors.append(error / plain[1].least[some[:, 0]])
+    return not is_close(errors[0], errors[1], apart, _CLEAR)
+
+
+def is_close(error: Tensor, best: Tensor, apart: float, doubt: float = _DOUBT) -> bool:
+    """Says whether the mean error of windows is within `doubt` standard errors of the best.
 
     `apart` is how many windows that do not overlap the same data would give.
     """
     behind = error - best
-    return float(behind.mean()) <= _DOUBT * float(behind.std(correction=0)) / max(1, apart) ** 0.5
+    return float(behind.mean()) <= doubt * float(behind.std(correction=0)) / max(1, apart) ** 0.5
 
 
 def windows_apart(cuts: Tensor, horizon: int) -> float:
@@ -115,7 +132,8 @@ def _solve(windows: Windows, penalties: tuple[float, ...]) -> list[Tensor]:
 
 
 def _fit_cuts(windows: Windows) -> Tensor:
-    return spread_evenly(windows.cuts(max(windows.layout.season, 2)), _FIT_WINDOWS)
+    num = min(max(_FIT_WINDOWS, _EACH * len(windows.lengths)), _MOST_FIT_WINDOWS)
+    return spread_evenly(windows.cuts(max(windows.layout.season, 2)), num)
 
 
 def _units(windows: Windows, cuts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
