@@ -1,6 +1,7 @@
 """`evaluate_run` measures what its parts say, for every kind of model and data, and repeats."""
 
 import dataclasses
+import errno
 import json
 import math
 import re
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 
 from tests.conftest import KINDS, small_config
 from vssm import build, generate, load, log_likelihood, save
+from vssm.cli import main
 from vssm.cli.display import show_metrics
 from vssm.config import RunConfig, TrainConfig
 from vssm.data import DataConfig, SyntheticConfig, TextConfig, open_data
@@ -100,6 +102,20 @@ def evaluated(digits_run):
 
     made = evaluate_run(digits_run, num_samples=5, num_images=300, progress=progress)
     return made, stages
+
+
+def test_a_result_that_a_full_disk_refuses_is_printed(tmp_path, monkeypatch, capsys):
+    run = make_run(tmp_path / "run", "rnn", WAVES)
+
+    def refuse(path, made):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(evaluate, "write_result", refuse)
+    with pytest.raises(SystemExit) as stop:
+        main(["evaluate", str(run), "--quick"])
+    printed = capsys.readouterr()
+    assert stop.value.code == 2 and "No space left on device" in printed.err
+    assert "log_likelihood" in printed.out
 
 
 def test_envelope(evaluated, digits_run):

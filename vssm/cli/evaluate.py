@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from vssm.cli.display import ProgressBar, show_metrics
-from vssm.evaluation.scores import EvaluateOptions, evaluate_run
+from vssm.evaluation.scores import EvaluateOptions, UnwrittenResult, evaluate_run
 from vssm.runs.pretrained import find
 
 __all__ = ["Evaluate", "own_copy"]
@@ -26,9 +26,14 @@ class Evaluate(EvaluateOptions):
         folder = own_copy(self.run_folder)
         options = asdict(self)
         del options["run_folder"]
-        with ProgressBar() as bar:
-            result = evaluate_run(folder, bar.show, **options)
-        show_metrics(f"{folder}: {self.splits} set", result["metrics"])
+        title = f"{folder}: {self.splits} set"
+        try:
+            with ProgressBar() as bar:
+                result = evaluate_run(folder, bar.show, **options)
+        except UnwrittenResult as error:
+            show_metrics(title, error.result["metrics"])
+            raise
+        show_metrics(title, result["metrics"])
         name = "eval.json" if self.splits == "test" else "eval_valid.json"
         print(f"written: {folder / name}")
 

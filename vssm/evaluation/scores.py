@@ -48,7 +48,14 @@ from vssm.runs.config import SavedConfig
 from vssm.runs.results import result, write_result
 from vssm.sampling.filling import fill
 
-__all__ = ["ACTIVE", "EvaluateOptions", "evaluate_run", "fill_scores", "likelihoods"]
+__all__ = [
+    "ACTIVE",
+    "EvaluateOptions",
+    "UnwrittenResult",
+    "evaluate_run",
+    "fill_scores",
+    "likelihoods",
+]
 __all__ += ["reconstruction"]
 
 _SEED = 0  # of all draws; the number of a sequence, not its batch, decides which draws it gets
@@ -133,6 +140,14 @@ class EvaluateOptions:
         return shlex.join(words)
 
 
+class UnwrittenResult(OSError):
+    """Raised when a result could not be written; it took long to measure, so `result` has it."""
+
+    def __init__(self, error: OSError, result: dict[str, Any]) -> None:
+        super().__init__(error.errno, error.strerror or str(error), error.filename)
+        self.result = result
+
+
 @torch.no_grad()
 def evaluate_run(
     folder: str | Path,
@@ -182,7 +197,10 @@ def evaluate_run(
     given = {**dataclasses.asdict(asked), "device": device.type, "backend": backend}
     settings = {**config, "evaluate": given}
     made = result(folder.resolve().name, asked.command(folder), settings, metrics)
-    write_result(path, made)
+    try:
+        write_result(path, made)
+    except OSError as error:
+        raise UnwrittenResult(error, made) from None
     return made
 
 
