@@ -246,7 +246,7 @@ def test_numbers_that_do_not_fit_are_named(kind, levels):
             vssm.log_likelihood(model, x, **options)
     for score in (vssm.objective, vssm.log_likelihood):
         for wrong, message in (
-            (x.numpy(), "x is a ndarray; it must be a torch tensor"),
+            (x.numpy(), "x has type ndarray; it must be a torch tensor"),
             (x.to("meta"), "x is on meta; move it to cpu"),
             (x * 1e25, "x is .* at row 0, step 0; use finite numbers up to 1e"),
         ):

@@ -51,10 +51,10 @@ def check_type(name: str, value: object, types: Any, allowed: str) -> None:  # n
 
     >>> check_type("lengths", [3, 1], torch.Tensor, "a tensor")
     Traceback (most recent call last):
-    ValueError: lengths is a list; it must be a tensor
+    ValueError: lengths has type list; it must be a tensor
     """
     if not isinstance(value, types):
-        raise ValueError(f"{name} is a {type(value).__name__}; it must be {allowed}")
+        raise ValueError(f"{name} has type {type(value).__name__}; it must be {allowed}")
 
 
 def check_flag(name: str, value: object) -> None:
@@ -74,13 +74,13 @@ def check_model(model: Any) -> Any:  # noqa: ANN401
 
     >>> check_model("mnist-small")
     Traceback (most recent call last):
-    ValueError: model is a str; use a model of vssm.build or vssm.load
+    ValueError: model has type str; use a model of vssm.build or vssm.load
     """
     parts = model.modules() if isinstance(model, nn.Module) else ()
     found: Any = next((part for part in parts if "owner" in vars(part)), None)
     if found is None or getattr(model, "config", None) != found.config:
         raise ValueError(
-            f"model is a {type(model).__name__}; use a model of vssm.build or vssm.load"
+            f"model has type {type(model).__name__}; use a model of vssm.build or vssm.load"
         )
     compiled = found._compiled_call_impl is not None or hasattr(model, "_orig_mod")
     if compiled and found.config.kind in ("vssm", "tvae"):

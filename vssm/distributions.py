@@ -123,7 +123,7 @@ class Head:
             steps: The fewest steps that are allowed.
         """
         if not isinstance(x, Tensor):
-            raise ValueError(f"{name} is a {type(x).__name__}; it must be a torch tensor")
+            raise ValueError(f"{name} has type {type(x).__name__}; it must be a torch tensor")
         last = () if self.tokens else (self.features,)
         if x.dim() != 2 + len(last) or tuple(x.shape[2:]) != last:
             allowed = ", ".join(("batch", "length", *map(str, last)))

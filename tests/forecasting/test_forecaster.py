@@ -285,7 +285,7 @@ def test_predict_names_the_mistake(fitted):
         (lambda: vssm.Forecaster().predict(), "call fit"),
         (lambda: fitted.predict(quantiles=(0.1, 1.5)), "from 0 to 1"),
         (lambda: fitted.predict(quantiles=("low",)), "quantiles has 'low'"),
-        (lambda: fitted.predict(quantiles=0.5), "quantiles is a float; it must be a list"),
+        (lambda: fitted.predict(quantiles=0.5), "quantiles has type float; it must be a list"),
         (lambda: fitted.predict(samples=0), "samples is 0"),
         (lambda: fitted.predict(weeks().assign(a=np.nan)), "'a' has no value"),
         (lambda: fitted.predict(future=weeks()), "no future_columns"),

@@ -148,7 +148,7 @@ def test_future_covariates_must_cover_the_horizon():
     assert len(read_ahead(panel, 2, both.set_index(["unique_id", "ds"]))) == 2
     for future, message in [
         (None, "future is missing.*promo"),
-        ([1.0, 2, 3], "future is a list"),
+        ([1.0, 2, 3], "future has type list"),
         (shared.assign(unique_id="c"), "future of series 'b' has no 'promo' on 2024-01-07"),
         (shared.rename(columns={"promo": "p"}), "future: the table has no column 'promo'"),
         (shared.assign(promo=["1", "?", "1"]), "future: .*column 'promo', row 1 .*'\\?'.* text"),

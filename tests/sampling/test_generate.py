@@ -542,7 +542,7 @@ PROMPT = torch.rand(2, 3, 3)
         ("vssm", {"length": 2.5}, "length is 2.5; it must be"),
         ("vssm", {"num": 0}, "num is 0; it must be"),
         ("vssm", {"seed": 2**64}, "seed is 18446744073709551616"),
-        ("vssm", {"prompt": [[0.0]]}, "prompt is a list; it must be a torch tensor"),
+        ("vssm", {"prompt": [[0.0]]}, "prompt has type list; it must be a torch tensor"),
         ("vssm", {"chunk": 0}, "chunk is 0; it must be a whole number >= 1"),
         ("vssm", {"temperature": 0.0}, "temperature is 0.0; it must be a number"),
         ("vssm", {"temperature": float("nan")}, "temperature is nan"),
@@ -572,7 +572,7 @@ PROMPT = torch.rand(2, 3, 3)
         ("vssm", {"prompt": PROMPT, "num": 3}, "prompt has 2 rows; it must have 1 or 3"),
         ("vssm", {"num": 2, "seed": torch.arange(3)}, r"seed has shape \(3,\); it must be \(2,\)"),
         ("vssm", {"num": 2, "rows": [1]}, r"rows has shape \(1,\); it must be \(2,\)"),
-        ("vssm", {"state": "h"}, "state is a str; use one from generate"),
+        ("vssm", {"state": "h"}, "state has type str; use one from generate"),
         ("vssm", {"prompt": PROMPT.to("meta")}, "prompt is on meta; move it to cpu"),
     ],
 )

@@ -195,7 +195,7 @@ def test_ragged_prompts_have_the_checks_of_others(kind):
     prompts = [torch.rand(n, 3) for n in (4, 2, 4)]
     with pytest.raises(ValueError, match=r"^num=1 and length=1000000000000 would take .* GB"):
         generate_ragged(model, prompts, 10**12)
-    with pytest.raises(ValueError, match=r"^model is a str; use a model of"):
+    with pytest.raises(ValueError, match=r"^model has type str; use a model of"):
         generate_ragged("mnist-small", prompts, 4)
     for states in (False, True):
         with pytest.raises(

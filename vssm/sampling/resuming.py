@@ -25,7 +25,7 @@ def check_reads(state: State, refusal: str) -> None:
 def check_state(model: Model, state: State, weight: Tensor) -> State:
     """Returns a state in the precision of a weight of the model."""
     if not isinstance(state, State):
-        raise ValueError(f"state is a {type(state).__name__}; use one from generate or observe")
+        raise ValueError(f"state has type {type(state).__name__}; use one from generate or observe")
     if state.owner != model.owner:
         raise ValueError(
             f"state belongs to another model ({state.owner or 'unknown'}); use one of {model.owner}"
