@@ -523,7 +523,7 @@ def test_bad_generate_options(run_folder, tmp_path, monkeypatch, capsys):
     (tmp_path / "bad.safetensors").write_bytes(b"nothing")
     assert "is damaged" in fails(capsys, "generate", run_folder, "--resume", "bad.safetensors")
     resumed = fails(capsys, "generate", run_folder, "--resume", str(tmp_path))
-    assert "is no file; give a state that was saved" in resumed
+    assert "is not a file; give a state that was saved" in resumed
     np.save("infinite.npy", np.full((1, 4, 8), np.inf, np.float32))
     message = fails(capsys, "generate", run_folder, "--prompt", "infinite.npy")
     assert "prompt contains NaN or infinite values at row 0, step 0" in message

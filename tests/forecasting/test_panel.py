@@ -93,7 +93,7 @@ def changed(name, value, row=3):
         (long_table().drop(columns="ds"), "no dates"),
         (long_table().iloc[:0], "no rows"),
         (long_table(2), "give freq"),
-        ([1, 2], "a list"),
+        ([1, 2], "df has type list"),
     ],
 )
 def test_a_mistake_is_named_in_one_line(table, message):

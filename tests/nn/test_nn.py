@@ -222,7 +222,7 @@ def test_state_file_damaged_or_foreign_is_named(tmp_path):
     save_file({"a": torch.ones(1)}, path)
     with pytest.raises(ValueError, match="it must be 'vssm-state-1'"):
         State.load(path)
-    with pytest.raises(ValueError, match="does not exist"):
+    with pytest.raises(ValueError, match="is not a file"):
         State.load(tmp_path / "none")
 
 

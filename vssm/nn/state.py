@@ -190,7 +190,7 @@ class State:
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> "State":
         """Reads a state that `save` wrote; refuses a damaged, foreign or non-finite file."""
         if not Path(path).is_file():
-            raise ValueError(f"{str(path)!r} is no file; give a state that was saved")
+            raise ValueError(f"{str(path)!r} is not a file; give a state that was saved")
         return unpack(cls, Path(path).read_bytes(), f"file {str(path)!r}").to(device)
 
     @classmethod
