@@ -220,8 +220,9 @@ class Forecaster:
         steps = self.max_steps if len(cuts) else min(self.max_steps, 300)
         with progress_bar(self.progress) as bar:
             direct_steps = _DIRECT_STEPS * self.max_steps
-            choice, self.direct_ = choose_direct(windows, whole, cuts, direct_steps, self.seed, bar)
-            windows = windows.centred(choice.centre, self.direct_)
+            choice, direct = choose_direct(windows, whole, cuts, direct_steps, self.seed, bar)
+            self.direct_: Direct = direct
+            windows = windows.centred(choice.centre, direct)
             self.layout_: Layout = windows.layout
             if len(cuts):
                 held = whole.centred(choice.centre, self.direct_)

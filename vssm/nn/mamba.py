@@ -32,7 +32,8 @@ class MambaMixer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         width, inner, states, rank = config.width, config.inner, config.state_size, config.dt_rank
-        self.rank, self.states = rank, states
+        self.rank: int = rank
+        self.states: int = states
         self.in_proj: Linear = Linear(width, 2 * inner, bias=False)
         self.conv1d: nn.Conv1d = nn.Conv1d(
             inner, inner, config.conv, groups=inner, padding=config.conv - 1

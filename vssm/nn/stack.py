@@ -128,7 +128,8 @@ class LatentEmbedding(nn.Module):
         self.weight: nn.Parameter = nn.Parameter(
             torch.randn(latents * classes, width) / math.sqrt(latents)
         )
-        self.latents, self.classes = latents, classes
+        self.latents: int = latents
+        self.classes: int = classes
 
     def forward(self, z: Tensor) -> Tensor:
         """Maps z, (B, T, Z) classes or (B, T, Z, N) one-hot, to (B, T, width)."""
