@@ -61,7 +61,7 @@ _FORECAST = Benchmark(
             {
                 r"crps_h(\d+)": (r"CRPS, horizon \1", less),
                 r"coverage80_h(\d+)": (r"coverage of the 80 % interval, \1", _near_80),
-                r"train_seconds_h(\d+)": (r"training, s, horizon \1", less),
+                r"train_cpu_seconds_h(\d+)": (r"training, CPU s, horizon \1", less),
                 r"steps_h(\d+)": (r"training steps, \1", None),
                 r"ms_1x(\d+)x(\d+)": (r"ms for \1 paths of \2 steps", less),
             },
