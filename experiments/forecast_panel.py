@@ -1,15 +1,18 @@
 """A panel whose law is known: does a `Forecaster` use a promotion that is known ahead?
 
     python experiments/forecast_panel.py
+    python experiments/forecast_panel.py --law counts --out results/forecast/counts.json
 
 500 made-up daily series of 120 to 240 days, 20 % of their cells missing. The logarithm of sales is
 a level of the shop, plus its week, plus 0.6 on days of a promotion (a quarter of the days, at
-random), plus normal noise of 0.2. Two windows of 14 days of each series are the test.
+random), plus normal noise of 0.2. Two windows of 14 days of each series are the test. With
+`--law counts`, sales are small whole numbers instead, a third of them zero: negative binomial with
+the same logarithm of the mean less 2.5, and a shape of 3.
 
 | name | what |
 | --- | --- |
 | truth | paths of the law itself |
-| regression | log sales on promotion and day of the week, least squares, shop by shop |
+| regression | log sales on promotion and day of the week, least squares (not for counts) |
 | vssm, vssm_without | `vssm.Forecaster` with its defaults, told of the promotion or not |
 | naive | the last week, with normal noise |
 
@@ -21,12 +24,13 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas
 import torch
 import tyro
+from scipy.stats import nbinom, norm
 
 from vssm import Forecaster
 from vssm.forecasting.backtest import Backtest, naive_paths
@@ -35,12 +39,15 @@ from vssm.runs.results import result, write_result
 
 HORIZON, WINDOWS, PATHS = 14, 2, 200
 NOISE, EFFECT, MISSING = 0.2, 0.6, 0.2
+LESS, SHAPE = 2.5, 3  # of counts
 
 
 @dataclass(frozen=True)
 class Options:
     """The size of the panel, and where the result goes."""
 
+    law: Literal["lognormal", "counts"] = "lognormal"
+    """Of sales."""
     series: int = 500
     """How many series."""
     max_steps: int = 1000
@@ -51,7 +58,15 @@ class Options:
     """The result."""
 
 
-def make(num: int, seed: int) -> pandas.DataFrame:
+def sales(law: str, mean: np.ndarray, noise: np.ndarray) -> np.ndarray:
+    """Returns sales, from the mean of their logarithm and normal noise."""
+    if law == "lognormal":
+        return np.exp(mean + NOISE * noise)
+    rate = np.exp(mean - LESS)
+    return nbinom.ppf(norm.cdf(noise), SHAPE, SHAPE / (SHAPE + rate))
+
+
+def make(num: int, seed: int, law: str) -> pandas.DataFrame:
     """Returns the panel, long, with the mean of log sales as a column of its own."""
     rng = np.random.default_rng(seed)
     tables = []
@@ -62,7 +77,7 @@ def make(num: int, seed: int) -> pandas.DataFrame:
         table["promotion"] = (rng.random(length) < 0.25).astype(float)
         week = 0.3 * np.sin(2 * np.pi * (days.dayofweek + rng.integers(7)) / 7)
         table["mean"] = 3 + rng.normal() + week + EFFECT * table["promotion"]
-        table["y"] = np.exp(table["mean"] + NOISE * rng.normal(size=length))
+        table["y"] = sales(law, table["mean"].to_numpy(), rng.normal(size=length))
         table.loc[rng.random(length) < MISSING, "y"] = np.nan
         tables.append(table)
     return pandas.concat(tables, ignore_index=True)
@@ -94,7 +109,7 @@ def score(paths: torch.Tensor, y: torch.Tensor) -> dict[str, float]:
 def main(options: Options) -> None:
     """Scores all forecasters and writes the result."""
     torch.set_num_threads(1)
-    table = make(options.series, options.seed)
+    table = make(options.series, options.seed, options.law)
     seen = table.drop(columns="mean")
     shops = {name: own.reset_index(drop=True) for name, own in table.groupby("unique_id")}
     ways = {"vssm": {"future_columns": ["promotion"]}, "vssm_without": {"past_columns": []}}
@@ -118,13 +133,16 @@ def main(options: Options) -> None:
         metrics[f"{name}_train_seconds"] = forecaster.seconds_
         if name == "vssm":
             noise = np.random.default_rng(options.seed).normal(size=(PATHS, HORIZON))
-            paths: dict[str, list[np.ndarray]] = {"truth": [], "regression": []}
+            paths: dict[str, list[np.ndarray]] = {"truth": []}
+            if options.law == "lognormal":
+                paths["regression"] = []
             for k, cut in made.cuts.tolist():
                 one = made.windows.panel.series[k]
                 own, day = shops[one.id], one.dates[cut]
                 mean = own.loc[own["ds"] >= day, "mean"].to_numpy()[:HORIZON]
-                paths["truth"].append(np.exp(mean + NOISE * noise))
-                paths["regression"].append(regression_paths(own, day, noise))
+                paths["truth"].append(sales(options.law, mean, noise))
+                if options.law == "lognormal":
+                    paths["regression"].append(regression_paths(own, day, noise))
             for other, found in paths.items():
                 add(other, made, torch.from_numpy(np.stack(found)))
             add("naive", made, naive_paths(made.windows, made.cuts, PATHS))
@@ -132,9 +150,10 @@ def main(options: Options) -> None:
     metrics["vssm_over_truth"] = against / metrics[f"truth_crps_h{HORIZON}"]
     metrics["without_over_with"] = metrics[f"vssm_without_crps_h{HORIZON}"] / against
     command = f"python experiments/forecast_panel.py {shlex.join(sys.argv[1:])}".strip()
-    config = {"series": options.series, "max_steps": options.max_steps, "seed": options.seed}
+    config = {"law": options.law, "series": options.series, "max_steps": options.max_steps}
+    config["seed"] = options.seed
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    write_result(options.out, result("forecast panel", command, config, metrics))
+    write_result(options.out, result(f"forecast {options.out.stem}", command, config, metrics))
     print({key: round(metrics[key], 3) for key in ("vssm_over_truth", "without_over_with")})
 
 

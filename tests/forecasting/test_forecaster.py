@@ -68,6 +68,33 @@ def test_scikit_learn_clones_it(fitted):
         copy.set_params(horizn=3)
 
 
+def test_forecasts_keep_to_values_that_a_series_can_have():
+    rng = np.random.default_rng(0)
+    table = weeks(series=4)
+    table["a"] = rng.poisson(0.7, 70)  # counts
+    table["b"] = np.maximum(rng.normal(size=70), 0)  # rain
+    table["c"] = rng.normal(3, 1, 70).clip(0.1)  # above zero so far
+    table["d"] = rng.integers(-3, 4, 70)  # whole degrees
+    table.iloc[5:9] = np.nan
+    own = vssm.Forecaster(**SMALL).fit(table)
+    counts, rain, above, degrees = own.predict_samples(samples=100)
+    assert np.array_equal(counts, counts.round()) and counts.min() == 0
+    assert rain.min() == 0 and not np.array_equal(rain, rain.round())
+    assert above.min() < 0
+    assert np.array_equal(degrees, degrees.round()) and degrees.min() < 0
+    assert (own.fill()[["a", "b"]] >= 0).all().all()
+
+
+def test_held_out_rows_do_not_say_what_a_series_can_be():
+    table = weeks().round()
+    table.iloc[-7:] += 0.5
+    seen = [len(table) - 7] * 2
+    panel, layout = read_panel(table), Layout(7, 7, 7, 14)
+    scale = GivenScale.of(panel, 7)
+    assert Windows(panel, layout, scale, seen=seen).whole.all()
+    assert not Windows(panel, layout, scale).whole.any()
+
+
 def test_save_and_load(fitted, tmp_path):
     fitted.save(tmp_path / "own")
     own = vssm.Forecaster.load(tmp_path / "own")

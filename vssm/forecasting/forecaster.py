@@ -329,7 +329,7 @@ class Forecaster:
             if rolling:
                 held = held.with_windows(paths, y, windows.dates(cuts))
             paths = held.apply(paths, windows.dates(cuts, [-1])[:, 0] + 1)
-        return windows.to_units(paths, centre, scale)
+        return windows.possible(windows.to_units(paths, centre, scale), cuts)
 
     def evaluate(
         self,
@@ -423,7 +423,8 @@ class Forecaster:
             made[0, torch.from_numpy(own - start)] = True
             batch = windows.batch(cuts, points, there, made)
             paths = draw_paths(self.model_, batch, self.layout_, samples, self.seed, first=start)
-            found = windows.to_units(paths, batch.centre, batch.scale)[0].mean(0).numpy()
+            found = windows.to_units(paths, batch.centre, batch.scale)
+            found = windows.possible(found, cuts)[0].mean(0).numpy()
             y[own] = found[own - start]
         return y
 

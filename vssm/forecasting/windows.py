@@ -7,6 +7,9 @@ the mean or the last of the known values, of all steps or of each step of a seas
 model learns what differs from the centre, so the centre alone is already a naive forecast. A
 positive series whose spread grows with its level is read as log y.
 
+Forecasts keep to values that a series can have. A series of whole numbers gets whole numbers. A
+series that is never below zero, and at zero now and then, gets nothing below zero.
+
 Legend: B windows of L = C + (H rounded up to patches) points, T = L / P steps of the model; y and
 known (B, L); x (B, T, P); given (B, T, G).
 """
@@ -31,6 +34,7 @@ CENTRES = ("mean", "last", "season", "season-level", "season-last")
 LEAST_SCALE = 0.1  # of a window, in deviations of its series
 _MOST_REGRESSORS = 2000  # of a linear forecast; with more, it reads the history only
 _LARGEST = 30.0  # of what a model reads
+_ZEROS = 0.01  # share of zeros that marks zero as the end of a scale
 _CYCLES = {"day": 86_400, "week": 604_800, "year": 31_556_952}  # seconds
 
 
@@ -220,13 +224,18 @@ class Windows:
         self.lengths: Tensor = torch.tensor([len(one.y) for one in panel.series])
         ends = (self.lengths + 2 * room).cumsum(0)
         self.offset: Tensor = ends - room - self.lengths
-        parts, moving, clock, least = [], [], [], []
+        parts, moving, clock, least, lowest, whole = [], [], [], [], [], []
         for k, one in enumerate(panel.series):
             values = np.log(np.maximum(one.y, 1e-300)) if layout.log else one.y
             parts.append(np.pad(values, room, constant_values=np.nan))
-            there = values[: None if seen is None else seen[k]]
-            there = there[np.isfinite(there)] if np.isfinite(there).any() else np.zeros(1)
+            rows = slice(None if seen is None else seen[k])
+            there = values[rows][np.isfinite(values[rows])]
+            there = there if len(there) else np.zeros(1)
             least.append(max(LEAST_SCALE * there.std(), 1e-9 * np.abs(there).max(), 1e-12))
+            there = one.y[rows][np.isfinite(one.y[rows])]
+            ends = len(there) and there.min() == 0 and (there == 0).mean() >= _ZEROS
+            lowest.append(0.0 if ends else -np.inf)
+            whole.append(len(there) > 0 and bool((there == there.round()).all()))
             covariates = one.covariates
             if ahead is not None:  # those of the past end with the series
                 missing = np.full((len(ahead[k]), len(panel.columns.past)), np.nan)
@@ -240,6 +249,8 @@ class Windows:
         self.moving: Tensor = torch.from_numpy(np.concatenate(moving)).float()
         self.clock: Tensor = torch.from_numpy(np.concatenate(clock)).float()
         self.least: Tensor = torch.tensor(least, dtype=torch.float64)
+        self.lowest: Tensor = torch.tensor(lowest, dtype=torch.float64)
+        self.whole: Tensor = torch.tensor(whole)
         static = _scaled(np.stack([one.static for one in panel.series]), scale.static)
         self.static: Tensor = torch.from_numpy(static).float()
 
@@ -359,3 +370,8 @@ class Windows:
         """Returns paths (B, S, L) in the units of the data; centre and scale are (B, L)."""
         y = centre[:, None] + scale[:, None] * paths.double()
         return y.clamp(max=700).exp() if self.layout.log else y
+
+    def possible(self, y: Tensor, cuts: Tensor) -> Tensor:
+        """Returns the nearest values to y (B, S, L) that the series of the windows can have."""
+        whole, lowest = (part[cuts[:, 0], None, None] for part in (self.whole, self.lowest))
+        return torch.where(whole, y.round(), y).maximum(lowest)
