@@ -229,7 +229,7 @@ def test_keyboard_alone_is_enough(page):
     page.wait_for_selector("#on:not([disabled])")
     assert page.locator("#made canvas").count() == 16
     assert page.evaluate("document.activeElement.id") == "go", "the focus stays"
-    assert page.inner_text("#pad-at") == "Row 3, column 3", "said to who can not see it"
+    assert page.inner_text("#pad-at") == "Row 3, column 3", "said to who cannot see it"
 
 
 def test_while_it_works_nothing_else_can_be_started_but_it_can_be_stopped(page):
@@ -306,11 +306,11 @@ def test_a_token_is_asked_for_and_a_server_that_is_gone_is_said(browser, folders
         assert page.locator("#racing").is_hidden(), "nobody to race with"
         generate(page)
         assert page.locator("#made canvas").count() == 16
-        assert page.request.get(f"{url}/docs").status == 200, "a link can not send a token"
+        assert page.request.get(f"{url}/docs").status == 200, "a link cannot send a token"
         process.kill()
         process.wait(10)
         generate(page)
-        assert "can not be reached" in page.inner_text("[role=alert]")
+        assert "cannot be reached" in page.inner_text("[role=alert]")
         assert page.locator("#go").is_enabled()
     page.close()
 

@@ -595,7 +595,7 @@ def test_why_a_folder_can_not_be_written_to_is_said(
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((0,) * 8 + (flag, 255)))
     out = tmp_path / "a.npy"
     assert fails(capsys, "generate", run_folder, "--out", str(out)) == (
-        f"vssm: out='{out}' can not be written: {why}\n"
+        f"vssm: out='{out}' cannot be written: {why}\n"
     )
 
 

@@ -157,7 +157,7 @@ def test_mistakes_give_one_line(table, capsys):
     vssm.save(small_model("vssm"), "prefix")
     run = ["fill", "run", "--out", "out.csv", "--input"]
     prefix = fails(capsys, "fill", "prefix", "--out", "out.csv", "--input", "gaps.csv")
-    assert "'prefix' continues sequences and can not fill gaps; train a vssm with" in prefix
+    assert "'prefix' continues sequences and cannot fill gaps; train a vssm with" in prefix
     assert "input='lost.csv' is not a file" in fails(capsys, *run, "lost.csv")
     assert "input='whole.csv' has no gaps; mark them" in fails(capsys, *run, "whole.csv")
     huge = wave_table()

@@ -237,11 +237,11 @@ def test_a_failed_recording_falls_back_with_one_warning(kind, device, monkeypatc
 
 
 def test_an_error_of_a_call_is_raised_while_it_is_recorded(device):
-    """A state that has run over empty tokens can not be reconditioned."""
+    """A state that has run over empty tokens cannot be reconditioned."""
     engine = Engine(small_model("vssm").to(device))
     state = engine.generate(num=2, length=4).state
     for _ in range(3):
-        with pytest.raises(ValueError, match="recondition=True can not start from this state"):
+        with pytest.raises(ValueError, match="recondition=True cannot start from this state"):
             engine.generate(length=4, state=state, recondition=True)
     assert engine.generate(length=4, state=state).x.shape == (2, 4, 3)
 

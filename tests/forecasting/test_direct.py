@@ -1,4 +1,4 @@
-"""The direct forecast: it learns what a regression can not, and stops before it does harm."""
+"""The direct forecast: it learns what a regression cannot, and stops before it does harm."""
 
 import numpy as np
 import pandas

@@ -161,10 +161,10 @@ def test_a_reconditioned_chunk_has_read_those_before(model):
     assert relative_error(made.x, torch.cat([first.x, second.x], 1)) < 1e-5
     observe(model, first.x, made.state)  # it has read what it made
     with pytest.raises(
-        ValueError, match="x can not follow this state: it has run over empty tokens"
+        ValueError, match="x cannot follow this state: it has run over empty tokens"
     ):
         observe(model, first.x, first.state)
-    with pytest.raises(ValueError, match="recondition=True can not start from this state"):
+    with pytest.raises(ValueError, match="recondition=True cannot start from this state"):
         generate(model, length=2, state=first.state, recondition=True)
 
 

@@ -301,11 +301,11 @@ def test_norm_is_that_of_torch_on_a_cpu(autocast):
         ),
         (
             lambda: sample_and_kl(torch.zeros(2, 3).double(), torch.rand(2, 3), backend="numba"),
-            "backend='numba' can not run here: it runs float32 on a CPU, .*; choose 'auto' or .*",
+            "backend='numba' cannot run here: it runs float32 on a CPU, .*; choose 'auto' or .*",
         ),
         (
             lambda: sample_and_kl(torch.zeros(2, 3).double(), torch.rand(2, 3), backend="triton"),
-            "backend='triton' can not run here: .*; choose 'auto' or 'reference'",
+            "backend='triton' cannot run here: .*; choose 'auto' or 'reference'",
         ),
     ],
 )

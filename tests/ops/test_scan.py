@@ -482,7 +482,7 @@ def test_memory_stays_far_below_all_states():
         ),
         (
             {"u": torch.zeros(2, 7, 5, dtype=torch.float64), "backend": "numba"},
-            "backend='numba' can not run here: it runs float32 on a CPU, not torch.float64 on cpu;",
+            "backend='numba' cannot run here: it runs float32 on a CPU, not torch.float64 on cpu;",
         ),
     ],
 )

@@ -279,7 +279,7 @@ def test_gradients_of_few_sequences_by_a_ring(batch, length, channels):
     values = to_device(arguments(batch, length, channels, 16))
     wanted = expected(values)
     assert_close(outputs(values), wanted)
-    # What can not be copied has kept states all the same.
+    # What cannot be copied has kept states all the same.
     assert_close(outputs({**values, "dt": unaligned(values["dt"])}), wanted)
 
 

@@ -593,13 +593,13 @@ def test_bad_states_are_named():
     with pytest.raises(ValueError, match="prompt and state together are ambiguous"):
         generate(model, length=2, prompt=x, state=out.state)
     with pytest.raises(
-        ValueError, match="x can not follow this state: it has run over empty tokens"
+        ValueError, match="x cannot follow this state: it has run over empty tokens"
     ):
         observe(model, x, out.state)
-    with pytest.raises(ValueError, match="recondition=True can not start from this state"):
+    with pytest.raises(ValueError, match="recondition=True cannot start from this state"):
         generate(model, length=2, state=out.state, recondition=True)
     with pytest.raises(
-        ValueError, match="passes=2 can not start from this state: it has run over empty"
+        ValueError, match="passes=2 cannot start from this state: it has run over empty"
     ):
         generate(model, length=2, state=out.state, passes=2)
     with pytest.raises(ValueError, match="state has 2 rows; it must have 1 or 3"):
@@ -614,7 +614,7 @@ def test_bad_states_are_named():
         generate(model, length=2, state=out.state.map(lambda tensor: tensor.to("meta")))
     with pytest.raises(ValueError, match="no steps; it must have one step or more"):
         observe(model, x[:, :0])
-    with pytest.raises(ValueError, match="can not use a state"):
+    with pytest.raises(ValueError, match="cannot use a state"):
         ssm = small_model("ssm")
         generate(ssm, length=2, state=observe(ssm, x), cache=False)
 

@@ -75,7 +75,7 @@ def test_wrong_ways_to_start(folders, tmp_path, capsys):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        assert "can not listen" in fails(capsys, "serve", folders[0], "--port", port)
+        assert "cannot listen" in fails(capsys, "serve", folders[0], "--port", port)
 
 
 def test_under_load_nothing_is_lost_and_answers_are_those_of_single_requests(server):
@@ -118,7 +118,7 @@ def leave(url, stream):
     body = {"model": "transformer", "length": 4096, "num": 8, "stream": stream}
     asking = httpx.stream("POST", f"{url}/v1/generate", json=body, timeout=0.5, trust_env=False)
     with pytest.raises(httpx.ReadTimeout), asking as reply:
-        assert stream, "an answer that is not streamed can not have begun"
+        assert stream, "an answer that is not streamed cannot have begun"
         next(reply.iter_lines())
         raise httpx.ReadTimeout("seen enough")
     left = time.monotonic()

@@ -64,7 +64,7 @@ class Fill:
         model, meta = load_finite(folder, choose_device(self.device)), read_meta(folder)
         if model.config.known != "any":
             raise ValueError(
-                f"{self.run_folder!r} continues sequences and can not fill gaps; "
+                f"{self.run_folder!r} continues sequences and cannot fill gaps; "
                 "train a vssm with --model.known any"
             )
         if meta is not None and meta.columns is not None:

@@ -118,7 +118,7 @@ class Generate:
         return meta.without_given(made)[:, first:]
 
     def _check_files(self, out: Path) -> None:
-        """Raises if a file can not be written or would replace one that is read."""
+        """Raises if a file cannot be written or would replace one that is read."""
         if out.suffix not in (".npy", ".png", ".txt"):
             raise ValueError(f"out={str(out)!r} is not allowed; use .npy, .png or .txt")
         prompt = Path(self.prompt) if self.prompt and self.prompt.endswith(".npy") else None

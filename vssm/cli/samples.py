@@ -34,7 +34,7 @@ def check_files(
         if not path.name or path.is_dir() or not path.absolute().parent.is_dir():
             raise ValueError(f"{name}={str(path)!r} is not a file name in an existing folder")
         if why := why_read_only(path if is_device(path) else path.absolute().parent):
-            raise ValueError(f"{name}={str(path)!r} can not be written: {why}")
+            raise ValueError(f"{name}={str(path)!r} cannot be written: {why}")
     given = [(name, path) for name, path in (reads or {}).items() if path is not None]
     for (name, path), (other, target) in (*combinations(targets, 2), *product(given, targets)):
         if os.path.realpath(path) == os.path.realpath(target):  # follows links

@@ -118,7 +118,7 @@ class CachedLoop(Loop):
 
     def __call__(self, carried: State, feed: State) -> tuple[State, State]:
         """Runs over all steps of the feed, as `Loop` does."""
-        torch._foreach_zero_(self._caches)  # the mask can not hide a NaN
+        torch._foreach_zero_(self._caches)  # the mask cannot hide a NaN
         if "stack" in carried.children:
             for i, cache in enumerate(self._caches):
                 known = carried.child("stack").child(str(i))

@@ -148,7 +148,7 @@ class Programs:
             self._asked.popitem(last=False)
         if not (asked and may_record):
             return None
-        if not self._programs:  # the pool of programs that are gone can not be used again
+        if not self._programs:  # the pool of programs that are gone cannot be used again
             self._recorder = Recorder(self._device)
         program = make(self._recorder)
         if program is None:

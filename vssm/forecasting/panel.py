@@ -177,7 +177,7 @@ def _check_columns(df: "pandas.DataFrame", named: tuple[str, ...]) -> None:
             )
     for name in named:
         if name in _OWN:
-            raise ValueError(f"{name!r} is the series itself, and can not be a covariate too")
+            raise ValueError(f"{name!r} is the series itself, and cannot be a covariate too")
         if name not in df.columns:
             raise ValueError(
                 f"the table has no column {name!r}; it has {', '.join(map(str, df.columns))}"

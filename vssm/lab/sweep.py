@@ -115,7 +115,7 @@ def grid_configs(
 
 
 def check_grid(configs: Mapping[str, RunConfig], folder: Path) -> None:
-    """Raises `ValueError`, before anything is written, when the runs can not be started."""
+    """Raises `ValueError`, before anything is written, when the runs cannot be started."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         raise ValueError("a grid of runs was started by torchrun; start it without")
     for name, config in configs.items():

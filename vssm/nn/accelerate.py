@@ -146,7 +146,7 @@ def _check_version() -> None:
 
 
 def _check_mixer(mixer: Any) -> None:  # noqa: ANN401
-    """Raises `ValueError` if the kernels can not do what a mixer does."""
+    """Raises `ValueError` if the kernels cannot do what a mixer does."""
     if mixer.activation not in ("silu", "swish"):
         raise ValueError(f"hidden_act is {mixer.activation!r}; vssm.accelerate needs 'silu'")
     if not mixer.dt_proj.weight.is_floating_point():

@@ -3,7 +3,7 @@
     x <- x + c_proj(attention(c_attn(ln_1(x))))         x <- x + mlp(ln_2(x))
 
 The state keeps `k` and `v`, (B, heads, steps, size). It grows with the sequence: that is why the
-Transformer can not resume in constant memory. `State.position` says how many steps are filled;
+Transformer cannot resume in constant memory. `State.position` says how many steps are filled;
 a state made by `reserve` has room for more, which is then written in place.
 """
 

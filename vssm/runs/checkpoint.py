@@ -127,7 +127,7 @@ def _find(folder: str | Path) -> Path:
 
 
 def check_target(folder: Path) -> None:
-    """Raises if a model can not be saved there: where a file is, or over a run, or over the
+    """Raises if a model cannot be saved there: where a file is, or over a run, or over the
     config.json of another program."""
     there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), folder)
     if not there.is_dir():
@@ -135,7 +135,7 @@ def check_target(folder: Path) -> None:
             f"folder={str(folder)!r} is a file or lies below one; use a folder, or a new name"
         )
     if why := why_read_only(there):
-        raise ValueError(f"folder={str(folder)!r} can not be written: {why}")
+        raise ValueError(f"folder={str(folder)!r} cannot be written: {why}")
     try:
         values = read_object(folder / "config.json")
     except (OSError, ValueError):  # it is absent or damaged

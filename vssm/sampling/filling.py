@@ -101,7 +101,7 @@ def check_filling(
     """Checks the arguments of `fill`, of the same names."""
     if not isinstance(model, AnyPart):
         raise ValueError(
-            f"this {model.config.kind} continues a prefix and can not fill a gap; "
+            f"this {model.config.kind} continues a prefix and cannot fill a gap; "
             "train a vssm with --model.known any"
         )
     given = x
@@ -114,7 +114,7 @@ def check_filling(
     )
     if bool((model.always_known(torch.zeros_like(known)) & ~known).any()):
         raise ValueError(
-            f"the last {model.config.given} features of x are given and can not be filled; "
+            f"the last {model.config.given} features of x are given and cannot be filled; "
             "pass their values at every step"
         )
     if bool(known.all()):

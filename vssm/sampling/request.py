@@ -109,13 +109,13 @@ def check_request(
     if state is not None:
         if not options.cache:
             raise ValueError(
-                "cache=False recomputes from the first step and can not use a state; use a prompt"
+                "cache=False recomputes from the first step and cannot use a state; use a prompt"
             )
         if prompt is not None:
             check_reads(state, "prompt and state together are ambiguous here")
         if options.recondition:
             name = "recondition=True" if options.passes == 1 else f"passes={options.passes}"
-            check_reads(state, f"{name} can not start from this state")
+            check_reads(state, f"{name} cannot start from this state")
     before = state if state is not None and state.position else None
     return Request(prompt, before, source, options)
 
@@ -136,7 +136,7 @@ def check_reading(
     x = x if model.head.tokens else x.to(weight.dtype)
     if state is not None:
         state = check_state(model, state, weight)
-        check_reads(state, "x can not follow this state")
+        check_reads(state, "x cannot follow this state")
     own = len(x) if state is None else state.batch
     num = own if num is None else whole_number("num", num, 1)
     if state is not None and num != own:
@@ -213,7 +213,7 @@ def _check_options(
     kind, stepwise = model.config.kind, isinstance(model, Autoregressive)
     if model.config.given:
         raise ValueError(
-            f"the model has {model.config.given} given features, which generate can not know; "
+            f"the model has {model.config.given} given features, which generate cannot know; "
             "use vssm.fill, with their values in x"
         )
     if passes > 1 and isinstance(model, Ladder):

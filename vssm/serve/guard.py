@@ -99,7 +99,7 @@ class Guard:
         """Returns the body of a request, or raises `Refused`.
 
         The rest of a refused body is received too: a client that is still sending when its
-        connection is closed can not read the answer.
+        connection is closed cannot read the answer.
         """
         headers, limits = dict(scope["headers"]), self._settings
         refused, body, size = self._check_head(scope, headers), bytearray(), 0

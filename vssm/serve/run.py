@@ -64,7 +64,7 @@ def serve(
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family)
     except OSError as error:
-        raise ValueError(f"can not listen on host={host!r}, port={port}: {error}") from None
+        raise ValueError(f"cannot listen on host={host!r}, port={port}: {error}") from None
     app = create_app(served, settings, token, forecasters)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     config = uvicorn.Config(

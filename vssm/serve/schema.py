@@ -167,7 +167,7 @@ def read_gaps(served: Served, value: np.ndarray | str) -> tuple[Tensor, Tensor]:
     """Turns sequences with gaps into tensors, and masks of what is known, or refuses them."""
     model = served.model
     if not isinstance(model, AnyPart):
-        message = f"model {served.name!r} continues sequences and can not fill gaps; "
+        message = f"model {served.name!r} continues sequences and cannot fill gaps; "
         raise invalid(message + "use a model trained with --model.known any", "model")
     try:
         if isinstance(value, str):

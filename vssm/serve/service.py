@@ -261,7 +261,7 @@ class _Steps:
         self._decoders: list[codecs.IncrementalDecoder] = []  # one for each sequence
 
     def show(self, x: Tensor, final: bool) -> dict[str, Any]:
-        if not x.isfinite().all():  # JSON can not express it
+        if not x.isfinite().all():  # JSON cannot express it
             message = "the model's output overflowed to NaN or infinity; send smaller values "
             raise Refused(422, "overflow", message + "or a lower temperature")
         text = None
@@ -314,7 +314,7 @@ def _dials(
         message = f"recondition is for models of kind vssm and tvae, not {served.model.config.kind}"
         raise invalid(message, "recondition")
     if ask.recondition and served.model.config.known == "any":  # windows and chunks would not agree
-        raise invalid("this model can not recondition; /v1/fill has passes", "recondition")
+        raise invalid("this model cannot recondition; /v1/fill has passes", "recondition")
     # A chunk is read from the state before it, so it is made in one call.
     chunk, most = min(ask.chunk or length, length), _RECONDITIONED * served.cells
     if ask.recondition and num * chunk > most:

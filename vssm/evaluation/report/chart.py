@@ -21,7 +21,7 @@ class Picture(NamedTuple):
 
     title: str
     alt: str
-    """What it shows, for those who can not see it."""
+    """What it shows, for those who cannot see it."""
     content: bytes
     kind: str = "png"
     """Or "svg+xml"."""

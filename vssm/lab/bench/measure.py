@@ -42,7 +42,7 @@ def open_device(name: str) -> torch.device:
     """Returns the device that "auto", "cpu", "cuda" or "cuda:N" means."""
     device = choose_device(name)
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device={name!r} can not be timed; use 'auto', 'cpu' or 'cuda'")
+        raise ValueError(f"device={name!r} cannot be timed; use 'auto', 'cpu' or 'cuda'")
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)  # where events are recorded

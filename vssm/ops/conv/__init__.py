@@ -60,7 +60,7 @@ def causal_conv_silu(
     chosen = choose_backend(backend, x.device, x.dtype)
     if chosen == "numba" and taps > MAX_TAPS and backend == "numba":
         raise ValueError(
-            f"backend='numba' can not run here: it takes up to {MAX_TAPS} taps, not {taps}; "
+            f"backend='numba' cannot run here: it takes up to {MAX_TAPS} taps, not {taps}; "
             "choose 'auto' or 'reference'"
         )
     if backend == "auto" and chosen == "numba" and (length == 1 or taps > MAX_TAPS):

@@ -94,7 +94,7 @@ def plan(M: int, N: int, K: int, shared: int = SHARED) -> Plan:
         BK //= 2
     stages = min(how.stages, shared // (BK * row))
     if how.method == "tf32":
-        # A loop can not load further ahead than it goes; room that it does not take is for other
+        # A loop cannot load further ahead than it goes; room that it does not take is for other
         # programs.
         stages = min(stages, K // split // BK + 1)
     return how._replace(BK=BK, SPLIT=split, stages=stages)

@@ -112,7 +112,7 @@ def selective_scan(
 
 
 def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Returns the backend that will run; raises `ValueError` if the requested one can not.
+    """Returns the backend that will run; raises `ValueError` if the requested one cannot.
 
     "auto" takes `triton` on CUDA and `numba` for float32 on a CPU, if they can run, and `reference`
     otherwise.
@@ -130,7 +130,7 @@ def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> st
         )
     if backend != "reference" and (reason := _refusal(backend, device, dtype)):
         raise ValueError(
-            f"backend={backend!r} can not run here: {reason}; choose 'auto' or 'reference'"
+            f"backend={backend!r} cannot run here: {reason}; choose 'auto' or 'reference'"
         )
     return backend
 
