@@ -207,7 +207,7 @@ def test_seeds_of_numpy_are_those_of_python(kind, levels):
         assert torch.equal(
             vssm.generate(model, length=3, seed=dtype(5), observe="sample").x, expected
         )
-    with pytest.raises(ValueError, match=r"^seed is 18446744073709551615; it must be a whole"):
+    with pytest.raises(ValueError, match=r"^seed is 18446744073709551615; it must be a 64-bit"):
         vssm.generate(model, length=3, seed=np.uint64(2**64 - 1))
 
 
@@ -219,11 +219,11 @@ def test_numbers_that_do_not_fit_are_named(kind, levels):
         ({"num": 2.5}, r"num is 2.5; it must be a whole number >= 1"),
         ({"num": True}, r"num is True; it must be"),
         ({"length": "3"}, r"length is '3'; it must be a whole number >= 0"),
-        ({"seed": 1.5}, r"seed is float32; it must hold whole numbers"),
-        ({"seed": torch.tensor([1.5])}, r"seed is float32; it must hold whole numbers"),
-        ({"seed": "a"}, r"seed is str; it must hold whole numbers"),
-        ({"seed": [2**64]}, r"seed is list; it must hold whole numbers of 64 bits"),
-        ({"rows": [0.5]}, r"rows is float32; it must hold whole numbers"),
+        ({"seed": 1.5}, r"seed has type float32; it must hold 64-bit whole"),
+        ({"seed": torch.tensor([1.5])}, r"seed has type float32; it must hold 64-bit whole"),
+        ({"seed": "a"}, r"seed has type str; it must hold 64-bit whole"),
+        ({"seed": [2**64]}, r"seed has type list; it must hold 64-bit whole numbers"),
+        ({"rows": [0.5]}, r"rows has type float32; it must hold 64-bit whole"),
         ({"temperature": "warm"}, r"temperature is 'warm'; it must be a number"),
         ({"temperature": 1e-300}, r"temperature is 1e-300; .* from 1e-30 to 1e6"),
         (
@@ -283,7 +283,7 @@ def test_ragged_prompts_are_checked_as_others_are(kind, levels):
     for arguments, options, message in (
         ((prompts, -1), {}, "length is -1; it must be a whole number >= 0"),
         ((prompts, 3), {"seed": 2**64}, "seed is 18446744073709551616"),
-        ((prompts, 3), {"seed": 1.5}, "seed is float32; it must hold whole numbers"),
+        ((prompts, 3), {"seed": 1.5}, "seed has type float32; it must hold 64-bit whole"),
         (
             ([prompt.numpy() for prompt in prompts], 3),
             {},
@@ -302,7 +302,7 @@ def test_ragged_prompts_are_checked_as_others_are(kind, levels):
 def test_a_mask_or_a_fraction_selects_no_rows():
     state = vssm.State({"h": torch.arange(3.0)[:, None]}, position=1)
     for index, dtype in ((torch.tensor([True, False, True]), "bool"), ([0.5], "float32")):
-        with pytest.raises(ValueError, match=f"index is {dtype}; it must hold whole"):
+        with pytest.raises(ValueError, match=f"index has type {dtype}; it must hold 64-bit"):
             state.select(index)
     assert state.select(range(2)).batch == 2
     with pytest.raises(ValueError, match=r"times is 1.5; it must be a whole number >= 1"):
@@ -416,7 +416,7 @@ def test_states_that_are_not_finite_are_refused(bad, dtype, tmp_path):
     state.child("layer")["h"][1, 2] = bad
     state.save(tmp_path / "state")
     with pytest.raises(
-        ValueError, match=r"state' holds NaN or infinity in 'layer/h'; resume from a state"
+        ValueError, match=r"state' holds NaN or infinity in 'layer/h'; resume from a finite"
     ):
         vssm.State.load(tmp_path / "state")
     with pytest.raises(ValueError, match=r"^state holds NaN or infinity in 'layer/h'"):

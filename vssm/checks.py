@@ -74,13 +74,13 @@ def check_model(model: Any) -> Any:  # noqa: ANN401
 
     >>> check_model("mnist-small")
     Traceback (most recent call last):
-    ValueError: model has type str; use a model of vssm.build or vssm.load
+    ValueError: model has type str; use a model from vssm.build or vssm.load
     """
     parts = model.modules() if isinstance(model, nn.Module) else ()
     found: Any = next((part for part in parts if "owner" in vars(part)), None)
     if found is None or getattr(model, "config", None) != found.config:
         raise ValueError(
-            f"model has type {type(model).__name__}; use a model of vssm.build or vssm.load"
+            f"model has type {type(model).__name__}; use a model from vssm.build or vssm.load"
         )
     compiled = found._compiled_call_impl is not None or hasattr(model, "_orig_mod")
     if compiled and found.config.kind in ("vssm", "tvae"):
@@ -137,7 +137,7 @@ def whole_numbers(name: str, values: Sequence[int] | Tensor | int, device: torch
         tensor = None
     if tensor is None or (tensor.numel() and tensor.dtype not in _INTEGERS):
         given = type(values).__name__ if tensor is None else str(tensor.dtype)[6:]
-        raise ValueError(f"{name} is {given}; it must hold whole numbers of 64 bits")
+        raise ValueError(f"{name} has type {given}; it must hold 64-bit whole numbers")
     return tensor.to(device, torch.int64)
 
 

@@ -164,7 +164,7 @@ class ModelConfig:
             raise ValueError(f"given={self.given} is not for tokens; use given=0")
         if self.given >= self.features and self.head != "auto":
             raise ValueError(
-                f"given={self.given} leaves nothing to make of features={self.features}; "
+                f"given={self.given} leaves nothing to generate of features={self.features}; "
                 f"use less than {self.features}"
             )
 

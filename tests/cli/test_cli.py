@@ -167,9 +167,7 @@ def test_what_is_left_of_a_sequence_after_a_state(run_folder, tmp_path, monkeypa
     np.save("nine.npy", np.zeros((1, 9, 8), np.float32))
     for options, known in ((["--resume", "s"], 8), (["--prompt", "nine.npy"], 9)):
         message = fails(capsys, "generate", run_folder, *options, "--out", "none.npy")
-        assert (
-            f"nothing is left of the training data's 8 steps after {known}; use --length" in message
-        )
+        assert f"{known} steps are known, and training sequences have 8; give --length" in message
         assert not Path("none.npy").exists()
         main(["generate", run_folder, *options, "--out", "more.npy", "--length", "2"])
         assert np.load("more.npy").shape[1] == 2
@@ -489,7 +487,7 @@ def test_threads_of_commands_sleep_soon(settings, wanted, tmp_path):
 def test_seeds_of_samples_are_those_of_python(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     message = fails(capsys, "generate", "mnist-small", "--seed", str(2**63))
-    assert f"seed is {2**63}; it must be a whole number of 64 bits" in message
+    assert f"seed is {2**63}; it must be a 64-bit whole number" in message
     message = fails(capsys, "train", "digits", "--smoke", "--train.seed", "-1")
     assert f"seed is -1; it must be a whole number >= 0 and < {2**63}" in message
     assert not list(tmp_path.iterdir())
@@ -575,7 +573,7 @@ def test_where_files_go_is_checked_before_the_work(run_folder, tmp_path, monkeyp
         (["--state", ""], "state='.' is not a file name in an existing folder"),
         (
             ["--state", "samples.npy"],
-            "out='samples.npy', state='samples.npy' are one file; use two names",
+            "out='samples.npy' and state='samples.npy' are the same file; use two names",
         ),
     ):
         assert message in fails(capsys, "generate", run_folder, *options)
@@ -610,7 +608,7 @@ def test_the_picture_of_data_goes_where_it_is_asked_for(tmp_path, monkeypatch, c
         assert capsys.readouterr().out.endswith(f"picture: {name}\n")
         assert Path(name).read_bytes().startswith(b"\x89PNG")
     Path("table.csv").write_text("1,2\n" * 200)
-    assert "series.path='table.csv', out='table.csv' are one file" in fails(
+    assert "series.path='table.csv' and out='table.csv' are the same file" in fails(
         capsys, "data", "series", "--series.path", "table.csv", "--out", "table.csv"
     )
 
@@ -637,13 +635,16 @@ def test_samples_do_not_replace_what_they_were_made_from(run_folder, tmp_path, m
     for options, message in (
         (
             ["--prompt", "samples.npy"],
-            "prompt='samples.npy', out='samples.npy' are one file; use two names",
+            "prompt='samples.npy' and out='samples.npy' are the same file; use two names",
         ),
         (
             ["--prompt", "link.npy", "--out", "samples.npy"],
-            "prompt='link.npy', out='samples.npy' are",
+            "prompt='link.npy' and out='samples.npy' are",
         ),
-        (["--resume", "st.npy", "--out", "st.npy"], "resume='st.npy', out='st.npy' are one file"),
+        (
+            ["--resume", "st.npy", "--out", "st.npy"],
+            "resume='st.npy' and out='st.npy' are the same file",
+        ),
     ):
         assert message in fails(capsys, "generate", run_folder, *options)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
@@ -657,9 +658,7 @@ def test_a_state_replaces_states_alone(run_folder, tmp_path, monkeypatch, capsys
     for path in (weights, notes):
         before = path.read_bytes()
         message = fails(capsys, "generate", run_folder, "--state", str(path))
-        assert (
-            f"state='{path}' is there and no state; use a new name, or that of a state" in message
-        )
+        assert f"state='{path}' exists and is not a state; give a new name, or a file of" in message
         assert path.read_bytes() == before and not Path("samples.npy").exists()
     Path("empty").touch()
     for _ in range(2):
@@ -815,7 +814,7 @@ def test_a_shipped_model_is_not_copied_over_a_run_of_its_name(
     monkeypatch.chdir(tmp_path)
     own = Path(shutil.copytree(run_folder, tmp_path / "runs" / "mnist-small"))
     before = {path.name: path.read_bytes() for path in own.iterdir() if path.is_file()}
-    assert "is there and no copy of the shipped 'mnist-small'" in fails(
+    assert "exists and is not a copy of the shipped 'mnist-small'" in fails(
         capsys, "evaluate", "mnist-small"
     )
     assert {path.name: path.read_bytes() for path in own.iterdir() if path.is_file()} == before
@@ -829,7 +828,7 @@ def test_a_shipped_model_is_not_copied_over_a_run_of_its_name(
 
 def test_demo_refuses_a_folder_of_others(tmp_path, capsys):
     (tmp_path / "thesis.tex").write_text("years of work")
-    assert "not a demo's" in fails(capsys, "demo", "--out", str(tmp_path))
+    assert "is not the folder of a demo" in fails(capsys, "demo", "--out", str(tmp_path))
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 

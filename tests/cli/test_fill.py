@@ -171,7 +171,7 @@ def test_mistakes_give_one_line(table, capsys):
     assert "num is 0" in fails(capsys, *run, "gaps.csv", "--num", "0")
     assert "passes is 0" in fails(capsys, *run, "gaps.csv", "--passes", "0")
     same = fails(capsys, "fill", "run", "--input", "gaps.csv", "--out", "gaps.csv")
-    assert "are one file" in same
+    assert "are the same file" in same
     assert "use .csv or .parquet or .npy" in fails(
         capsys, "fill", "run", "--input", "gaps.csv", "--out", "a.png"
     )

@@ -161,8 +161,8 @@ X = np.zeros((10, 5, 2), np.float32)
             {"x": X, "lengths": np.ones(10)},
             r"lengths is float64 .*; use 10 whole numbers, one for each",
         ),
-        ({"x": X, "lengths": np.r_[[5] * 9, 6]}, r"lengths is 6 at 9; use 1 to 5"),
-        ({"x": X, "lengths": np.r_[[5] * 8, 0, 5]}, r"lengths is 0 at 8; use 1 to 5"),
+        ({"x": X, "lengths": np.r_[[5] * 9, 6]}, r"lengths\[9\] is 6; use 1 to 5"),
+        ({"x": X, "lengths": np.r_[[5] * 8, 0, 5]}, r"lengths\[8\] is 0; use 1 to 5"),
         (
             {"x": np.where(np.arange(5)[:, None] == 3, np.nan, X)},
             r"x is not finite at sequence 0, step 3; use finite .*--model.known any .*lengths in",
@@ -348,7 +348,7 @@ def test_the_command_line_trains_evaluates_and_generates(tmp_path, monkeypatch, 
     with pytest.raises(SystemExit) as stop:
         main(["train", "arrays", "--smoke", "--arrays.path", "short.npz", "--out", "other"])
     assert stop.value.code == 2 and not (tmp_path / "other").exists()
-    assert capsys.readouterr().err.endswith("short.npz: lengths is 5 at 0; use 1 to 4\n")
+    assert capsys.readouterr().err.endswith("short.npz: lengths[0] is 5; use 1 to 4\n")
 
 
 def test_gradients_are_scaled_by_the_real_values(tmp_path, monkeypatch):

@@ -109,7 +109,7 @@ def test_bad_options_are_named(make, parts):
         ({"synthetic": {"num": 1e3}}, r"synthetic.num is 1000.0; it must be a whole number >= 10"),
         ({"text": {"length": True}}, "text.length is True; it must be a whole number >= 1"),
         ({"series": {"context": 2.0}}, "series.context is 2.0; it must be a whole number >= 1"),
-        ({"series": {"season": 24}}, "series.season is 24, and this version knows no series.sea"),
+        ({"series": {"season": 24}}, "series.season is 24, and this version has no such option"),
     ],
 )
 def test_wrong_values_in_a_config_file_are_named(values, message):

@@ -50,7 +50,7 @@ def test_arrays_have_labels_if_the_file_does(tmp_path):
     with pytest.raises(ValueError, match="has no labels; save them beside x"):
         open_data(own_labels_of(tmp_path))
     np.savez(tmp_path / "mine.npz", x=np.zeros((20, 4, 2), np.float32), labels=np.full(20, -1))
-    with pytest.raises(ValueError, match=r"labels is -1 at 0; use 0 to 9999"):
+    with pytest.raises(ValueError, match=r"labels\[0\] is -1; use 0 to 9999"):
         open_data(own_labels_of(tmp_path))
 
 
@@ -118,7 +118,7 @@ def test_given_columns_come_last_and_are_scaled(tmp_path):
     mean, std = meta.given_mean, meta.given_std
     assert torch.allclose(rows[:, 0], (5 + days % 2 - mean[0]) / std[0], atol=1e-5)
     assert torch.allclose(rows[:, 1], (days % 7 - mean[1]) / std[1], atol=1e-5)
-    with pytest.raises(ValueError, match=r"columns and series\.given have 'price' twice"):
+    with pytest.raises(ValueError, match=r"columns and series\.given name 'price' twice"):
         open_data(gaps(tmp_path, columns=("price",), given=("price",)))
     with pytest.raises(ValueError, match="column 'sold' is missing"):
         open_data(gaps(tmp_path, columns=("rain",), given=("sold",)), missing=True)

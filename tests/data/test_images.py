@@ -226,9 +226,9 @@ def test_bad_folders_of_images_are_named(tmp_path):
     refused(images_in(folder), odd, "more than 8 bits")
     for content in (b"", b"words", whole[: len(whole) // 2], whole[:60] + b"\0" * 20 + whole[80:]):
         odd.write_bytes(content)
-        refused(images_in(folder), f"{odd} is damaged or no image: ")
+        refused(images_in(folder), f"{odd} is damaged or not an image: ")
     odd.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 6 4\n")  # would start a program
-    refused(images_in(folder), f"{odd} is damaged or no image: ")
+    refused(images_in(folder), f"{odd} is damaged or not an image: ")
 
 
 def test_a_folder_of_images_is_found_in_the_data_folder(tmp_path):

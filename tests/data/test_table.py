@@ -241,7 +241,7 @@ def test_columns_are_chosen_by_name(tmp_path):
         "'HUFLL'",
         "choose from 'HUFL', 'HULL', 'OT' (did you mean 'HULL'?)",
     )
-    refused(series(path, columns=("OT", "OT")), "series.columns", "have 'OT' twice")
+    refused(series(path, columns=("OT", "OT")), "series.columns", "name 'OT' twice")
     refused(series(path, columns=("date",)), "'date'", "choose from 'HUFL', 'HULL', 'OT'")
 
 

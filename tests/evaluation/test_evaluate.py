@@ -448,7 +448,7 @@ def test_mistakes_are_named(tmp_path):
     refused("num_samples is 0; it must be", good, num_samples=0)
     refused("num_samples is 1.5; it must be a whole number >= 1", good, num_samples=1.5)
     refused(
-        "num_images=1 gives no distance; use 0 for none, or 2 and more",
+        "num_images=1 gives no distance; use 0 for none, or 2 or more",
         good,
         num_images=1,
     )

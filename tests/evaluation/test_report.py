@@ -288,7 +288,7 @@ def test_a_page_does_not_replace_a_file_of_a_run(tmp_path, capsys):
     before = config.read_bytes()
     with pytest.raises(SystemExit, match="2"):
         main(["report", str(config.parent), "--out", str(config)])
-    line = f"vssm: out='{config}' is not allowed; use a name in .html or .htm\n"
+    line = f"vssm: out='{config}' is not allowed; use a name that ends in .html or .htm\n"
     assert capsys.readouterr().err == line and config.read_bytes() == before
 
 

@@ -51,7 +51,7 @@ def test_mistakes_in_a_file_are_named(refused, tmp_path):
     (tmp_path / "rows.csv").write_text("date,a\n")
     assert "the table has no rows" in refused("backtest", "rows.csv")
     (tmp_path / "empty.csv").write_text("")
-    assert "'empty.csv' is no table" in refused("forecast", "empty.csv")
+    assert "'empty.csv' is not a table" in refused("forecast", "empty.csv")
     assert "'none.csv' does not exist" in refused("forecast", "none.csv")
     assert "must end in .csv or .parquet" in refused("forecast", "rows.csv", "--out", "o.txt")
     assert "has no forecaster.json" in refused("forecast", str(tmp_path))
@@ -94,7 +94,8 @@ def test_the_history_is_not_overwritten(refused, tmp_path):
     before = (tmp_path / "dates.csv").read_text()
     for path in ("dates.csv", "link.csv"):
         line = refused("forecast", "own", "--path", path, "--out", "dates.csv")
-        assert line == f"vssm: path='{path}', out='dates.csv' are one file; use two names\n"
+        both = f"path='{path}' and out='dates.csv'"
+        assert line == f"vssm: {both} are the same file; use two names\n"
     assert (tmp_path / "dates.csv").read_text() == before and not (tmp_path / "dates.png").exists()
 
 

@@ -103,7 +103,7 @@ def test_a_mistake_is_named_in_one_line(table, message):
 
 
 def test_a_covariate_is_not_the_series_itself():
-    with pytest.raises(ValueError, match="'y' is the series itself"):
+    with pytest.raises(ValueError, match="'y' is part of the series"):
         read_panel(long_table(), future=["y"])
 
 

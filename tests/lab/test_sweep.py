@@ -206,5 +206,5 @@ def test_mistakes_are_named_before_anything_is_written(options, message, tmp_pat
 def test_torchrun_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="a grid of runs was started by torchrun; start"):
+    with pytest.raises(ValueError, match="torchrun cannot start a grid of runs; start"):
         sweep(BASE, tmp_path)

@@ -120,7 +120,7 @@ def test_bad_methods_are_named():
         match=r"^method='particle' is unknown; choose from 'importance', 'particles'",
     ):
         log_likelihood(small_model("vssm"), x, method="particle")
-    with pytest.raises(ValueError, match=r"^method='particles' is not for models with levels; use"):
+    with pytest.raises(ValueError, match=r"^method='particles' is not for models with levels or"):
         log_likelihood(small_model("vssm", levels=3), x, method="particles")
 
 

@@ -326,7 +326,7 @@ def test_states_that_began_elsewhere_do_not_mix():
         generate(model, length=7, seed=3).state,
     ]
     assert [state.position for state in begun] == [7, 7, 7]
-    with pytest.raises(ValueError, match="states differ in 'held0'"):
+    with pytest.raises(ValueError, match="states have 'held0' of shapes"):
         State.cat(begun[:2])
     served = Served("model", model, None)
     calls = [make_steps(served, s["seed"], s["row"], 4, state=s) for s in begun]

@@ -75,7 +75,9 @@ def test_steps_left_of_a_sequence():
     assert [steps_left(meta, known) for known in (0, 4)] == [5, 1]
     assert steps_left(None, 99) == 28
     for known in (5, 6):
-        message = f"^nothing is left of .* 5 steps after {known}; use --length of 1 or more$"
+        message = (
+            f"^{known} steps are known, and training sequences have 5; give --length, 1 or more$"
+        )
         with pytest.raises(ValueError, match=message):
             steps_left(meta, known, "--length")
 
@@ -186,7 +188,7 @@ def test_without_a_good_checkpoint_nothing_is_loaded(half):
     before = sorted(folder.rglob("*"))
     with pytest.raises(
         ValueError,
-        match=r"no checkpoint is good: .*step-00000006.*step-00000005.*use a new",
+        match=r"no checkpoint can be used: .*step-00000006.*step-00000005.*use a new",
     ):
         run(None, folder, resume=True)
     assert sorted(folder.rglob("*")) == before
@@ -211,7 +213,7 @@ def test_checkpoint_of_another_run_is_refused(broken, unbroken, half, tmp_path):
         own = shutil.copytree(newest(folder), folder / "checkpoint" / "step-00000009")
         damage(own / "progress.json", "truncated")
     before = state_of(folder)
-    message = rf"'{foreign}' is a checkpoint of another run, with train.seed=1, here 0; move it out"
+    message = rf"'{foreign}' is a checkpoint of another run, with train.seed=1 instead of 0; move"
     with pytest.raises(ValueError, match=message) as error:
         run(None, folder, resume=True)
     assert "\n" not in str(error.value) and state_of(folder) == before
@@ -535,7 +537,7 @@ def test_data_that_changed_are_refused_and_nothing_is_lost(tmp_path):
     before = newest(folder)
     np.save(tmp_path / "x.npy", values[:, ::-1])
     with pytest.raises(
-        ValueError, match=r"training set of 'arrays' is another .*; use the same data, or a"
+        ValueError, match=r"training set of 'arrays' differs from .*; use the same data, or a"
     ):
         run(config, folder, resume=True)
     assert newest(folder) == before

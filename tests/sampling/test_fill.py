@@ -285,7 +285,7 @@ def test_mistakes_are_named():
         vssm.fill(model, x)
     with pytest.raises(ValueError, match=r"known has shape \(2, 7\)"):
         vssm.fill(model, x, torch.ones(2, 7, dtype=torch.bool))
-    with pytest.raises(ValueError, match=r"known is torch\.float32"):
+    with pytest.raises(ValueError, match=r"known has type torch\.float32"):
         vssm.fill(model, x, torch.ones(2, 8))
     with pytest.raises(ValueError, match="contains NaN"):
         vssm.fill(model, x.fill_(torch.nan), torch.ones(2, 8, dtype=torch.bool))

@@ -233,16 +233,16 @@ def damaged(state, path, change):
 @pytest.mark.parametrize(
     ("path", "change", "message"),
     [
-        ("seed", lambda _: None, "state has no tensor 'seed'; use one from generate or observe"),
+        ("seed", lambda _: None, "state has no tensor 'seed'; use a state from generate"),
         ("row", lambda _: None, "state has no tensor 'row'; "),
         ("partial/1/conv", lambda _: None, "state has no tensor 'conv'; "),
-        ("decoder/0", lambda _: None, "state has no state '0'; "),
-        ("decoder/0", lambda _: torch.ones(2), "state has no state '0'; "),
+        ("decoder/0", lambda _: None, "state has no nested state '0'; "),
+        ("decoder/0", lambda _: torch.ones(2), "state has no nested state '0'; "),
         ("decoder/0/ssm", lambda t: t[:, 1:], "h0 has shape (2, 31, 4); "),
         (
             "decoder/0/ssm",
             lambda t: t[:1],
-            "state has 'decoder/0/ssm' of shape (1, 32, 4); its first size must be 2",
+            "state has 'decoder/0/ssm' of shape (1, 32, 4); it must have 2 rows",
         ),
         ("seed", lambda t: t[0], "state has 'seed' of shape (); "),
     ],
@@ -587,10 +587,10 @@ def test_bad_states_are_named():
     x = torch.rand(2, 3, 3)
     for other in (small_model("tvae"), small_model("vssm", width=32)):
         with pytest.raises(
-            ValueError, match=r"state belongs to another model .*kind=vssm.*use one of"
+            ValueError, match=r"state belongs to another model .*kind=vssm.*use a state of"
         ):
             generate(other, length=2, state=out.state)
-    with pytest.raises(ValueError, match="prompt and state together are ambiguous"):
+    with pytest.raises(ValueError, match="prompt cannot follow this state"):
         generate(model, length=2, prompt=x, state=out.state)
     with pytest.raises(
         ValueError, match="x cannot follow this state: it has run over empty tokens"
@@ -606,7 +606,7 @@ def test_bad_states_are_named():
         generate(model, num=3, length=2, state=out.state)
     with pytest.raises(ValueError, match="x has 3 rows; it must have 2, or one row for all"):
         observe(model, torch.rand(3, 3, 3), observe(model, x))
-    with pytest.raises(ValueError, match="num=3 is not the number of rows of the state, 2"):
+    with pytest.raises(ValueError, match="num=3 does not fit the 2 rows of the state"):
         observe(model, x, observe(model, x), num=3)
     with pytest.raises(ValueError, match="x has 2 rows; it must have 3, or one row for all"):
         observe(model, x, num=3)

@@ -488,8 +488,7 @@ def test_what_is_left_of_a_sequence_is_the_default_and_nothing_is_refused():
                 refused = error(client.post(f"/v1/{route}", json=ask), 422)
                 assert refused["param"] == "length"
                 assert refused["message"] == (
-                    "nothing is left of the training data's 6 steps after 6; "
-                    "use length of 1 or more"
+                    "6 steps are known, and training sequences have 6; give length, 1 or more"
                 )
                 assert array(post(client, route, **ask, length=1)).shape == (1, 1, 3)
         first = post(client, "generate", model="rnn")  # how long its data are is not known
@@ -510,7 +509,7 @@ def test_observed_data_are_read_before_what_follows(client, models):
         wrong = {**ask, "resume": first["resume"], "model": models[1].name}
         refused = error(client.post(f"/v1/{route}", json=wrong), 422)
         assert refused["param"] == "model"
-        assert f"is not that of resume; use {models[0].name!r}" in refused["message"]
+        assert f"is not the model of resume; use {models[0].name!r}" in refused["message"]
     blind = post(client, "generate", num=2, length=2)["resume"]
     refused = error(client.post("/v1/observe", json={"x": x.tolist(), "resume": blind}), 422)
     assert "x cannot follow this state" in refused["message"]

@@ -129,7 +129,7 @@ def changed(**cells):
         ({"history": HISTORY, "quantiles": [2]}, 422, "quantiles has 2"),
         ({"history": HISTORY, "quantiles": ["x"]}, 422, "quantiles"),
         ({"history": HISTORY, "future": HISTORY}, 422, "future is given"),
-        ({"history": HISTORY, "model": "ssm"}, 404, "no such forecaster; use plain, promo"),
+        ({"history": HISTORY, "model": "ssm"}, 404, "model='ssm' is not a forecaster; use plain,"),
         ({"history": HISTORY, "colour": 1}, 422, "field 'colour' is unknown"),
     ],
 )

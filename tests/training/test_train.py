@@ -130,7 +130,7 @@ def test_a_start_that_does_not_fit_is_refused(tmp_path):
         model=RunConfig().model,
         data=DataConfig(name="digits"),
     )
-    refused(r"has 3 features and 256 bins, data set 'digits' 8 and 256; use a model", digits)
+    refused(r"has 3 features and 256 bins, but data set 'digits' has 8 and 256; use", digits)
     lost = replace(config, train=replace(config.train, init=str(tmp_path / "nowhere")))
     refused(r"nowhere' does not exist; use a run folder", lost)
     with pytest.raises(ValueError, match="init is ''; use a folder or a shipped model"):
@@ -254,7 +254,7 @@ def test_head_features_and_bins_come_from_the_data(tmp_path):
         ValueError, match="head='categorical' does not suit data set 'digits'; use 'auto'"
     ):
         resolve(RunConfig(model=ModelConfig(features=1, head="categorical")), digits)
-    with pytest.raises(ValueError, match="head='logistic-mixture' needs values in levels"):
+    with pytest.raises(ValueError, match="head='logistic-mixture' needs values at equally"):
         resolve(mixture, open_data(DATA).meta)
 
 
@@ -607,7 +607,7 @@ def test_images_are_moved_in_training_alone(tmp_path, monkeypatch):
     assert log(run(None, again, resume=True)) == log(folder)
     with pytest.raises(
         ValueError,
-        match=r"^shift=0.5 is for images, data set 'synthetic' has none; use --train.sh",
+        match=r"^shift=0.5 is for images, and data set 'synthetic' has none; use --train.sh",
     ):
         run(tiny(shift=0.5), tmp_path / "none")
     with pytest.raises(ValueError, match=r"^shift is 1; it must be a number >= 0 and < 1"):

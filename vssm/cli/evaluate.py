@@ -49,7 +49,7 @@ def own_copy(folder: Path) -> Path:
     weights = "weights.safetensors"
     if not filecmp.cmp(shipped / weights, copy / weights, shallow=False):
         raise ValueError(
-            f"{str(copy)!r} is there and no copy of the shipped {folder.name!r}; "
+            f"{str(copy)!r} exists and is not a copy of the shipped {folder.name!r}; "
             f"evaluate {copy} itself, or rename it"
         )
     return copy

@@ -123,7 +123,10 @@ class Fill:
         x = torch.from_numpy(np.where(known, array, 0))
         tokens = model.head.tokens
         if tokens and bool((x != x.long()).any()):
-            raise ValueError(f"input={str(self.input)!r} holds fractions; this run has tokens")
+            raise ValueError(
+                f"input={str(self.input)!r} holds fractions; give whole numbers, because this run "
+                "has tokens"
+            )
         if single := x.ndim == (1 if tokens else 2):
             x, known = x[None], known[None]
         made = self._samples(model, x.long() if tokens else x.float(), known)

@@ -96,14 +96,16 @@ class Generate:
         """Draws the steps after the prompt of sequences of a class, or of all classes in turn."""
         if meta is None or not meta.classes:
             raise ValueError(
-                f"label={self.label} is for models that know classes; "
+                f"label={self.label} is for models that were trained with labels; "
                 "train with --model.known any --labels"
             )
         if self.label is not None and not 0 <= self.label < meta.classes:
             raise ValueError(f"label={self.label} is unknown; use 0 to {meta.classes - 1}")
         for name in ("chunk", "recondition", "resume", "state"):
             if getattr(self, name):
-                raise ValueError(f"--{name} is not for models that know classes")
+                raise ValueError(
+                    f"--{name} is not for models that were trained with labels; leave it out"
+                )
         num = self.num or (16 if prompt is None else len(prompt))
         device = first_weight(model).device
         first = 0 if prompt is None else prompt.shape[1]

@@ -39,7 +39,7 @@ def check_files(
     for (name, path), (other, target) in (*combinations(targets, 2), *product(given, targets)):
         if os.path.realpath(path) == os.path.realpath(target):  # follows links
             raise ValueError(
-                f"{name}={str(path)!r}, {other}={str(target)!r} are one file; use two names"
+                f"{name}={str(path)!r} and {other}={str(target)!r} are the same file; use two names"
             )
 
 
@@ -48,7 +48,7 @@ def check_state_target(path: Path) -> None:
     free = not path.exists() or is_device(path) or not path.stat().st_size  # mktemp leaves it empty
     if not free and not State.is_saved_at(path):
         raise ValueError(
-            f"state={str(path)!r} is there and no state; use a new name, or that of a state"
+            f"state={str(path)!r} exists and is not a state; give a new name, or a file of a state"
         )
 
 

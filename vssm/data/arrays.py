@@ -98,7 +98,7 @@ def _whole_numbers(
         return None
     whole = array.shape == (num,) and array.dtype.kind in "iu"
     for row in np.flatnonzero((array < least) | (array > most)) if whole else ():
-        raise ValueError(f"{path}: {name} is {array[row]} at {row}; use {least} to {most}")
+        raise ValueError(f"{path}: {name}[{row}] is {array[row]}; use {least} to {most}")
     if not whole:
         raise ValueError(
             f"{path}: {name} is {array.dtype} of shape {array.shape}; use {num} whole numbers, one"

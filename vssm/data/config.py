@@ -18,7 +18,7 @@ def without_retired(options: dict[str, Any]) -> dict[str, Any]:
     for name, usual in _RETIRED.items():
         if options.get(name, usual) != usual:
             raise ValueError(
-                f"series.{name} is {options[name]!r}, and this version knows no series.{name};"
+                f"series.{name} is {options[name]!r}, and this version has no such option;"
                 " use the version that wrote the run, or train again"
             )
     kept = {name: value for name, value in options.items() if name not in _RETIRED}

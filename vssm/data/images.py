@@ -197,7 +197,7 @@ def _read_image(path: Path) -> np.ndarray:
             pixels = np.asarray(image.convert("L" if grey else "RGB"))
     except Exception as error:  # the readers of damaged files raise many kinds
         why = " ".join(str(error).split())
-        raise ValueError(f"{path} is damaged or no image: {why}") from error
+        raise ValueError(f"{path} is damaged or not an image: {why}") from error
     return pixels.reshape(*pixels.shape[:2], -1)
 
 

@@ -116,7 +116,8 @@ class Meta:
         token = {character: k for k, character in enumerate(self.vocabulary)}
         if unknown := sorted(set(text) - set(token)):
             raise ValueError(
-                f"text has characters outside the vocabulary: {unknown}; it is {self.vocabulary!r}"
+                f"text has characters outside the vocabulary: {unknown}; "
+                f"the vocabulary is {self.vocabulary!r}"
             )
         return torch.tensor([token[c] for c in text], dtype=torch.long, device="cpu")
 
@@ -165,7 +166,7 @@ def steps_left(meta: Meta | None, known: int, option: str = "length") -> int:
         return 28
     if known >= meta.length:
         raise ValueError(
-            f"nothing is left of the training data's {meta.length} steps after {known}; "
-            f"use {option} of 1 or more"
+            f"{known} steps are known, and training sequences have {meta.length}; "
+            f"give {option}, 1 or more"
         )
     return meta.length - known

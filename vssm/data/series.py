@@ -107,7 +107,7 @@ def open_series(config: DataConfig, missing: bool = False) -> Data:
         own = find_columns(table, options.columns)
     names = tuple(table.names[k] for k in (*own, *given))
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"series.columns and series.given have {twice[0]!r} twice")
+        raise ValueError(f"series.columns and series.given name {twice[0]!r} twice; name it once")
     made, always = filled(table, own, options.fill, missing), filled(table, given, options.fill)
     x = np.concatenate([made, always], 1)
 

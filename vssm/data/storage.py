@@ -34,7 +34,7 @@ def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
     """
     path = Path(path)
     if not path.name:
-        raise ValueError(f"path={str(path)!r} names no file; give the name of a file")
+        raise ValueError(f"path={str(path)!r} is not a file name; give the name of a file")
     if is_device(path):
         with tempfile.TemporaryDirectory() as folder:
             whole = Path(folder) / path.name  # some formats are chosen by the end of the name

@@ -231,7 +231,7 @@ def usual_columns(table: Table, given: Sequence[int]) -> list[int]:
         warnings.warn(f"{table.path}: {note}; numbers need a decimal point", stacklevel=4)
     elif timed and table.names[timed[0]]:
         note = f"column {table.names[timed[0]]!r} of numbers is left out because of its name"
-        warnings.warn(f"{table.path}: {note}; --series.columns NAMES takes it", stacklevel=4)
+        warnings.warn(f"{table.path}: {note}; --series.columns NAMES includes it", stacklevel=4)
     return index
 
 

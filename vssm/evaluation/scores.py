@@ -116,7 +116,7 @@ class EvaluateOptions:
         for name, value in plain.items():
             object.__setattr__(self, name, value)
         if self.num_images == 1:
-            raise ValueError("num_images=1 gives no distance; use 0 for none, or 2 and more")
+            raise ValueError("num_images=1 gives no distance; use 0 for none, or 2 or more")
 
     def limited(self) -> "EvaluateOptions":
         """Returns the options with the limits of `quick`, if that is set."""

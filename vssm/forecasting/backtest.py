@@ -61,7 +61,7 @@ def rolling_cuts(panel: Panel, layout: Layout, num: int, stride: int) -> Tensor:
     if not len(cuts):
         raise ValueError(
             f"all series are too short for a window of {layout.horizon} steps after a season of"
-            f" {layout.season}"
+            f" {layout.season}; give longer series, or a shorter horizon"
         )
     return cuts
 

@@ -27,7 +27,8 @@ def read_frame(path: str | Path) -> Any:  # noqa: ANN401
     except (ValueError, ImportError) as error:  # pandas's own errors are ValueErrors
         reason = str(error).splitlines()[0].removeprefix("Error tokenizing data. C error: ")
         raise ValueError(
-            f"{str(path)!r} is no table: {reason}; give a CSV or Parquet file with names first"
+            f"{str(path)!r} is not a table: {reason}; give a Parquet file, or a CSV file whose"
+            " first line has the names of the columns"
         ) from None
 
 

@@ -177,7 +177,9 @@ def _check_columns(df: "pandas.DataFrame", named: tuple[str, ...]) -> None:
             )
     for name in named:
         if name in _OWN:
-            raise ValueError(f"{name!r} is the series itself, and cannot be a covariate too")
+            raise ValueError(
+                f"column {name!r} is part of the series and cannot be a covariate too; leave it out"
+            )
         if name not in df.columns:
             raise ValueError(
                 f"the table has no column {name!r}; it has {', '.join(map(str, df.columns))}"
@@ -316,7 +318,7 @@ def _step(groups: dict[Any, "pandas.DataFrame"], freq: Any) -> "pandas.DateOffse
             return to_offset(freq)  # type: ignore[return-value]
         except ValueError:
             raise ValueError(
-                f"freq={shown(freq)} is unknown; give a frequency of pandas, such as 'h', 'D', 'MS'"
+                f"freq={shown(freq)} is unknown; give a pandas frequency, such as 'h', 'D' or 'MS'"
             ) from None
     longest = max(groups.values(), key=len)
     if len(longest) < 3:

@@ -39,7 +39,9 @@ def demo(out: Path = Path("demo")) -> None:
     start, folder = time.perf_counter(), out
     if folder.exists() and any(folder.iterdir()):
         if not (folder / "DEMO").is_file():
-            raise ValueError(f"out={str(folder)!r} is not empty and not a demo's; give a new one")
+            raise ValueError(
+                f"out={str(folder)!r} is not empty and is not the folder of a demo; give a new one"
+            )
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "DEMO").write_text("This folder was made by `vssm demo`, which may replace it.\n")

@@ -117,7 +117,7 @@ def grid_configs(
 def check_grid(configs: Mapping[str, RunConfig], folder: Path) -> None:
     """Raises `ValueError`, before anything is written, when the runs cannot be started."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        raise ValueError("a grid of runs was started by torchrun; start it without")
+        raise ValueError("torchrun cannot start a grid of runs; start it without torchrun")
     for name, config in configs.items():
         RunFolder(folder / name).check_same(config)
 

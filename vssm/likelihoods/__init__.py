@@ -29,6 +29,7 @@ from vssm.checks import (
     check_model,
     check_number,
     check_sequence,
+    shown,
     whole_number,
     whole_numbers,
 )
@@ -158,7 +159,8 @@ def _numbers(x: Tensor, rows: Sequence[int] | Tensor | int) -> Tensor:
     given = whole_numbers("rows", rows, x.device)
     if given.shape != (len(x),) or bool(((given < 0) | (given >= 2**32)).any()):
         raise ValueError(
-            f"rows do not fit; they must hold {len(x)} whole numbers below 2^32, or the first"
+            f"rows is {shown(rows)}; it must hold {len(x)} whole numbers from 0 to 2^32 - 1, or be"
+            " the first of them"
         )
     return given
 
@@ -167,7 +169,9 @@ def check_method(model: Model, method: str) -> None:
     """Raises unless the method can estimate the likelihood of the model."""
     check_choice("method", method, METHODS)
     if method == "particles" and isinstance(model, Ladder | AnyPart):
-        raise ValueError("method='particles' is not for models with levels; use 'importance'")
+        raise ValueError(
+            "method='particles' is not for models with levels or known='any'; use 'importance'"
+        )
 
 
 def estimates(

@@ -63,14 +63,16 @@ class State:
     def __getitem__(self, name: str) -> Tensor:
         child = self.children.get(name)
         if not isinstance(child, Tensor):
-            raise ValueError(f"state has no tensor {name!r}; use one from generate or observe")
+            raise ValueError(f"state has no tensor {name!r}; use a state from generate or observe")
         return child
 
     def child(self, name: str) -> "State":
         """Returns the nested state of that name."""
         child = self.children.get(name)
         if not isinstance(child, State):
-            raise ValueError(f"state has no state {name!r}; use one from generate or observe")
+            raise ValueError(
+                f"state has no nested state {name!r}; use a state from generate or observe"
+            )
         return child
 
     def leaves(self) -> Iterator[Tensor]:
@@ -131,7 +133,9 @@ class State:
 
     @classmethod
     def cat(cls, states: "Sequence[State]") -> "State":
-        """Joins states of one model at one position along the batch; each row keeps its own noise.
+        """Joins states along the batch; each row keeps its own noise.
+
+        The states must be of one model, and at the same position.
 
         Example:
             >>> a = State({"h": torch.zeros(1, 2)}, position=3)
@@ -147,12 +151,13 @@ class State:
             if (other.position, other.owner) != (first.position, first.owner):
                 raise ValueError(
                     f"states are at positions {first.position} and {other.position} of models "
-                    f"{first.owner!r} and {other.owner!r}; join states of one model at one position"
+                    f"{first.owner!r} and {other.owner!r}; "
+                    "join states of one model at the same position"
                 )
             if other.children.keys() != first.children.keys():
                 raise ValueError(
                     f"states hold {sorted(first.children)} and {sorted(other.children)}; "
-                    "join states with equal names"
+                    "join states with the same names"
                 )
         children: dict[str, Tensor | State] = {}
         for name, child in first.children.items():
@@ -163,8 +168,8 @@ class State:
                 shapes = {tuple(part.shape[1:]) for part in parts}
                 if len(shapes) > 1:  # for example latents that speak for steps to come
                     raise ValueError(
-                        f"states differ in {name!r}, {sorted(shapes)}; "
-                        "join states that began at one position"
+                        f"states have {name!r} of shapes {sorted(shapes)}; "
+                        "join states that began at the same position"
                     )
                 children[name] = torch.cat(parts)
         return cls(children, first.position, first.owner)

@@ -72,11 +72,11 @@ def unpack(cls: "type[State]", content: bytes, name: str) -> "State":
         raise ValueError(f"{name} is damaged: {error!r} in its positions") from None
     rows = {tensor.shape[:1] for tensor in tensors.values()}
     if len(rows) > 1 or () in rows:
-        raise ValueError(f"{name} is damaged: its tensors are not all of one number of rows")
+        raise ValueError(f"{name} is damaged: its tensors do not have the same number of rows")
     for path, tensor in tensors.items():
         if tensor.itemsize > 1 and not tensor.isfinite().all():
             raise ValueError(
-                f"{name} holds NaN or infinity in {path!r}; resume from a state that is finite"
+                f"{name} holds NaN or infinity in {path!r}; resume from a finite state"
             )
     return root
 

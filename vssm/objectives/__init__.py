@@ -240,7 +240,8 @@ def real_steps(x: Tensor, lengths: Tensor) -> Tensor:
     batch, length = x.shape[:2]
     if not isinstance(lengths, Tensor) or lengths.shape != (batch,) or lengths.dtype != torch.int64:
         raise ValueError(
-            f"lengths is {shown(lengths)}; it must be a tensor of {batch} int64, one for each row"
+            f"lengths is {shown(lengths)}; it must be an int64 tensor of {batch} numbers, one for "
+            "each row"
         )
     if lengths.device.type == "cpu" and bool(((lengths < 1) | (lengths > length)).any()):
         raise ValueError(f"lengths is {lengths.tolist()}; it must be 1 to {length}, the steps of x")

@@ -120,7 +120,7 @@ def there_and_finite(
         known = ~x.isnan() if x.is_floating_point() else torch.ones_like(x, dtype=torch.bool)
     elif not isinstance(known, Tensor) or known.dtype != torch.bool:
         given = known.dtype if isinstance(known, Tensor) else type(known).__name__
-        raise ValueError(f"known is {given}; use a bool tensor, True where x is known")
+        raise ValueError(f"known has type {given}; use a bool tensor, True where x is known")
     elif known.shape not in (x.shape, x.shape[:2]):
         raise ValueError(
             f"known has shape {tuple(known.shape)}; use {tuple(x.shape)}, the shape of x, "

@@ -287,8 +287,8 @@ class RunFolder:
                 continue
             for key, here, there in differing(config, checkpoint.config):
                 raise ValueError(
-                    f"{str(path)!r} is a checkpoint of another run, with {key}={there!r}, here "
-                    f"{here!r}; move it out of {str(self.path)!r} to go on from the one before"
+                    f"{str(path)!r} is a checkpoint of another run, with {key}={there!r} instead of"
+                    f" {here!r}; move it out of {str(self.path)!r} to continue from the one before"
                 )
             for newer, problem in damaged.items():
                 warn(f"{problem}; going on from {path.name}")
@@ -298,7 +298,7 @@ class RunFolder:
             return checkpoint
         if damaged:
             problems = ", ".join(map(str, damaged.values()))
-            raise ValueError(f"no checkpoint is good: {problems}; use a new run folder")
+            raise ValueError(f"no checkpoint can be used: {problems}; use a new run folder")
         return None
 
     def has_checkpoint(self) -> bool:

@@ -112,7 +112,7 @@ def check_request(
                 "cache=False recomputes from the first step and cannot use a state; use a prompt"
             )
         if prompt is not None:
-            check_reads(state, "prompt and state together are ambiguous here")
+            check_reads(state, "prompt cannot follow this state")
         if options.recondition:
             name = "recondition=True" if options.passes == 1 else f"passes={options.passes}"
             check_reads(state, f"{name} cannot start from this state")
@@ -141,7 +141,7 @@ def check_reading(
     num = own if num is None else whole_number("num", num, 1)
     if state is not None and num != own:
         raise ValueError(
-            f"num={num} is not the number of rows of the state, {own}; state.repeat makes more"
+            f"num={num} does not fit the {own} rows of the state; use state.repeat for more rows"
         )
     if len(x) not in (1, num):
         raise ValueError(f"x has {len(x)} rows; it must have {num}, or one row for all")
@@ -177,7 +177,7 @@ def check_noise(
         seeds = seeds if state is None else state["seed"]
     elif isinstance(seed, int) and not isinstance(seed, bool):
         if not -(2**63) <= seed < 2**63:
-            raise ValueError(f"seed is {seed}; it must be a whole number of 64 bits")
+            raise ValueError(f"seed is {seed}; it must be a 64-bit whole number")
         seeds = torch.full((num,), seed, device=device)
     else:
         seeds = whole_numbers("seed", seed, device)

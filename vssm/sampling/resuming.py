@@ -28,14 +28,15 @@ def check_state(model: Model, state: State, weight: Tensor) -> State:
         raise ValueError(f"state has type {type(state).__name__}; use one from generate or observe")
     if state.owner != model.owner:
         raise ValueError(
-            f"state belongs to another model ({state.owner or 'unknown'}); use one of {model.owner}"
+            f"state belongs to another model ({state.owner or 'unknown'}); "
+            f"use a state of this one ({model.owner})"
         )
     whole_number("state.position", state.position, 0)
     rows = len(state["row"])
     for name, tensor in state.flatten()[0].items():
         if tensor.shape[:1] != (rows,):
             shape = tuple(tensor.shape)
-            raise ValueError(f"state has {name!r} of shape {shape}; its first size must be {rows}")
+            raise ValueError(f"state has {name!r} of shape {shape}; it must have {rows} rows")
         if tensor.device != weight.device:
             raise ValueError(f"state is on {tensor.device}; use state.to({str(weight.device)!r})")
     return _cast(state, weight.dtype, torch.is_autocast_enabled(weight.device.type))

@@ -7,6 +7,7 @@ import pandas
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from vssm.checks import shown
 from vssm.forecasting.forecaster import Forecaster
 from vssm.forecasting.panel import check_quantiles
 from vssm.serve.calls import Call, Calls
@@ -67,8 +68,10 @@ def plan_forecast(
     """Returns the name of the forecaster and the calls of a request, or refuses it."""
     found = [one for one in forecasters if ask.model in (None, one.name)]
     if not found:
-        names = ", ".join(one.name for one in forecasters) or "vssm serve FORECASTER_FOLDER"
-        raise Refused(404, "unknown_model", f"no such forecaster; use {names}", "model")
+        message = "no forecaster is served; start the server with vssm serve FORECASTER_FOLDER"
+        if names := ", ".join(one.name for one in forecasters):
+            message = f"model={shown(ask.model)} is not a forecaster; use {names}"
+        raise Refused(404, "unknown_model", message, "model")
     served = found[0]
     if (rows := len(ask.history) + len(ask.future or ())) > limits.max_cells:
         message = f"{rows} rows are too many; send at most {limits.max_cells}"
@@ -76,7 +79,7 @@ def plan_forecast(
     series = len({str(row.get("unique_id")) for row in ask.history})
     cells = series * ask.samples * served.forecaster.horizon
     if cells > 16 * limits.max_cells:
-        message = f"series times samples times steps are {cells}; ask for at most"
+        message = f"series times samples times steps is {cells}; ask for at most"
         raise Refused(422, "too_many", f"{message} {16 * limits.max_cells}", "samples")
     try:
         check_quantiles(ask.quantiles)

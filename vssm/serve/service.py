@@ -184,7 +184,8 @@ class Service:
             return self._model(model), None
         name, state = self._store.get(resume)
         if model not in (None, name):
-            raise invalid(f"model={shown(model)} is not that of resume; use {name!r}", "model")
+            message = f"model={shown(model)} is not the model of resume; use {name!r}"
+            raise invalid(message, "model")
         return self._model(name), state
 
     def _end(self, served: Served, done: Done, keep: str, began: float) -> dict[str, Any]:

@@ -353,7 +353,7 @@ class Trainer:
         least = 1e-6 * max(map(abs, self.digest))  # machines round differently
         if any(abs(a - b) > least for a, b in zip(saved, self.digest, strict=True)):
             raise ValueError(
-                f"the training set of {self.config.data.name!r} is another than the one that"
+                f"the training set of {self.config.data.name!r} differs from the one that"
                 f" {str(self.folder.path)!r} was trained on; use the same data, or a new run"
             )
 

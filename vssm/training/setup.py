@@ -34,7 +34,8 @@ def resolve(config: RunConfig, meta: Meta, first: Model | None = None) -> RunCon
         )
     if head == "logistic-mixture" and meta.levels is None:
         raise ValueError(
-            f"head={head!r} needs values in levels, data set {meta.name!r} has none; use 'auto'"
+            f"head={head!r} needs values at equally spaced levels, such as 8-bit images; "
+            f"use 'auto' for data set {meta.name!r}"
         )
     if meta.given and config.model.known != "any":
         raise ValueError(
@@ -52,8 +53,8 @@ def resolve(config: RunConfig, meta: Meta, first: Model | None = None) -> RunCon
     if first is not None and model != first.config:
         own = first.config
         raise ValueError(
-            f"init={config.train.init!r} has {own.features} features and {own.bins} bins, data set "
-            f"{meta.name!r} {model.features} and {model.bins}; use a model of the same"
+            f"init={config.train.init!r} has {own.features} features and {own.bins} bins, but data "
+            f"set {meta.name!r} has {model.features} and {model.bins}; use a model that has as many"
         )
     return replace(config, model=model)
 
@@ -63,7 +64,7 @@ def check_data(config: RunConfig, head: Head, data: Data) -> None:
     options = config.train
     if options.shift and data.meta.image_shape is None:
         raise ValueError(
-            f"shift={options.shift:g} is for images, data set {data.meta.name!r} has none;"
+            f"shift={options.shift:g} is for images, and data set {data.meta.name!r} has none;"
             " use --train.shift 0"
         )
     if options.batch > len(data.train):
@@ -96,7 +97,9 @@ def check_values(head: Head, split: Split, name: str, given: int = 0) -> None:
         if given:
             x, always = x.split([x.shape[-1] - given, given], -1)
             if not always.isfinite().all():
-                raise ValueError(f"{name} from row {first} has given features that are not known")
+                raise ValueError(
+                    f"{name} from row {first} has missing values in given features; fill them"
+                )
         if split.missing:
             x = torch.where(x.isnan(), 0.0, x)
         head.validate(x, name=f"{name} from row {first}")

@@ -85,7 +85,7 @@ def report(run_folders: Iterable[str | Path] | str | Path, out: str | Path = "re
 
     out = Path(out)
     if out.suffix.lower() not in (".html", ".htm"):  # it could be a file of a run
-        raise ValueError(f"out={str(out)!r} is not allowed; use a name in .html or .htm")
+        raise ValueError(f"out={str(out)!r} is not allowed; use a name that ends in .html or .htm")
     folders = [run_folders] if isinstance(run_folders, str | Path) else run_folders
     runs: list[_Run] = []
     for run in map(_read_run, map(Path, folders)):
