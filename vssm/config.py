@@ -69,23 +69,25 @@ class ModelConfig:
     together. They share `latents` evenly. The encoder has `layers` blocks; the decoder has one for
     each level, then half as many as the encoder."""
     spans: tuple[int, ...] = ()
-    """For each level, how many steps share a latent: (28, 14, 7, 1) settles 28 steps first, then
-    their halves and quarters, then each step. 1 for every level by default."""
+    """For each level, how many steps share a latent: with (28, 14, 7, 1) the first latent is for 28
+    steps, the next are for their halves and quarters, the last for single steps. 1 for every level
+    by default."""
     known: str = "prefix"
     """What the model can be given: "prefix", the first steps of a sequence, as in the paper; or
     "any", for vssm, any entries: see `vssm.fill`."""
     given: int = 0
-    """With known="any": how many of the features, the last ones, are always known and never made,
-    such as a label, a price or a holiday."""
+    """With known="any": how many features, counted from the last, are always known and never
+    generated, such as a label, a price or a holiday."""
     window: int = 32
-    """With known="any": the steps that blocks which read backwards see at once. A run takes the
-    length of its sequences, unless another number than 32 is set."""
+    """With known="any": how many steps the blocks that read backwards see at once. A run takes the
+    length of its sequences, unless this is set to a number other than 32."""
     latent_passes: int = 0
-    """With known="any": the most passes in which latents are drawn; in more, entries that are made
-    at once are independent, as in a masked diffusion model. 0 for latents in all passes."""
+    """With known="any": the largest number of passes with latents. A sample in more passes draws
+    none, and the entries of a pass are independent, as in a masked diffusion model. 0 for no such
+    limit."""
     interpolate: bool = False
     """With known="any" and numbers: read straight lines between the known entries of a feature, and
-    predict what differs from them. For series, whose gaps are nearly straight."""
+    predict the difference from them. For series, whose gaps are nearly straight lines."""
     season: int = 0
     """With interpolate=True: the steps of a season, such as 24 hours, a divisor of the window. The
     model then also reads lines between entries a season apart. 0 for no season."""
@@ -231,8 +233,8 @@ class TrainConfig:
     clip: float = 1.0
     """Largest norm of the gradient of the loss per value of x; 0 does not clip."""
     ema: float = 0.0
-    """Decay of the moving average of the weights that is validated and kept; 0 keeps the
-    weights."""
+    """Decay of the moving average of the weights that is validated and kept; 0 keeps the weights
+    themselves."""
     select: str = "loss"
     """Which weights are kept: those with the lowest validation "loss", or with the highest "bound"
     on log p(x), which leaves out the term of the partial posterior."""
@@ -240,13 +242,13 @@ class TrainConfig:
     """A run, a folder of `vssm.save` or a shipped model to start from, instead of random weights.
     The new run takes over its model settings."""
     seed: int = 0
-    """Fixes the first weights, the order of the data and all noise; 0 to 2^63 - 1."""
+    """Fixes the initial weights, the order of the data and all noise; 0 to 2^63 - 1."""
     max_steps: int | None = None
     """Ends the run, and its learning rate schedule, after fewer steps than the epochs have."""
     validate_every: float = 1.0
     """Epochs, or a fraction of one, between validations; there is always one at the end."""
     num_valid: int | None = None
-    """Validates on the first sequences only, this many."""
+    """Validates on this many sequences only, the first ones."""
     validate_partial: bool = False
     """Whether validations also bound log p of the second half given the first, with one draw of
     latents (for vrnn an estimate, not a bound). Half means half of the longest sequence."""
@@ -257,14 +259,15 @@ class TrainConfig:
     samples: int = 64
     """Sequences in samples.png; 0 for none (there are none with fsdp)."""
     precision: str = "auto"
-    """Of matrix products: "float32", "bfloat16", or "auto": bfloat16 on CUDA, float32 on a CPU."""
+    """Precision of matrix products: "float32", "bfloat16", or "auto": bfloat16 on CUDA, float32 on
+    a CPU."""
     device: str = "auto"
     """"cpu", "cuda", "cuda:N", or "auto": CUDA if there is a GPU, else the CPU."""
     graph: bool = True
     """Replays the step as a CUDA graph: on one CUDA device, without `compile` and `fsdp`."""
     compile: bool = False
-    """Compiles every block with torch.compile, of any model; `torch.compile(model)` reaches
-    fewer."""
+    """Compiles every block of any model with torch.compile; `torch.compile(model)` reaches fewer
+    blocks."""
     fsdp: bool = False
     """Shards weights and optimiser over the processes of torchrun instead of copying them to
     each."""

@@ -80,7 +80,7 @@ COMMANDS = {
     ),
     "backtest": Command(
         "vssm.cli.forecast:Backtest",
-        "Scores forecasts of a table's last windows, beside the naive ones.",
+        "Scores forecasts of a table's last windows, next to naive forecasts.",
         "weather.csv --horizon 96 --windows 5",
     ),
     "report": Command(
@@ -95,7 +95,7 @@ COMMANDS = {
     ),
     "reproduce": Command(
         "vssm.lab.reproduce:reproduce",
-        "Repeats the paper's experiments; skips those that are done.",
+        "Repeats the paper's experiments; skips finished ones.",
         "digits --scale small",
     ),
     "push": Command(

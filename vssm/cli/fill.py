@@ -34,19 +34,19 @@ class Fill:
     run_folder: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
     """A run folder, a folder of vssm.save or hf://OWNER/NAME, trained with --model.known any."""
     input: Path
-    """What has gaps: a CSV, Parquet or .npy file with empty cells or NaN, a PNG with transparent
-    pixels, or a text with underscores, one for each unknown character."""
+    """The file with gaps: a CSV, Parquet or .npy file with empty cells or NaN, a PNG with
+    transparent pixels, or a text with underscores, one for each unknown character."""
     out: Path
     """Where the result goes: .csv, .parquet, .npy, .png or .txt."""
     mask: Path | None = None
     """A picture as large as the input; its white pixels are unknown, instead of transparent
     ones."""
     num: int = 1
-    """How many samples. Tables get their median, and columns with their quantiles 0.1 and 0.9."""
+    """How many samples. A table gets their median, and columns with their quantiles 0.1 and 0.9."""
     passes: int = 1
-    """Parallel passes: 1 makes all entries at once, more make one part after the other."""
+    """Parallel passes: 1 fills all entries at once, more fill one part after the other."""
     seed: int = 0
-    """Names the sample."""
+    """Selects the sample; one seed always gives the same one."""
     temperature: float = 1.0
     """Below 1 for safer, above 1 for wilder samples."""
     label: int | None = None
@@ -104,7 +104,7 @@ class Fill:
         return made
 
     def _label(self, model: Model, x: torch.Tensor) -> torch.Tensor:
-        """Adds the class to every step, one-hot, if the model was trained with labels."""
+        """Adds the one-hot class to every step, if the model was trained with labels."""
         classes = model.config.given
         if not classes and self.label is None:
             return x

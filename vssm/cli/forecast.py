@@ -31,7 +31,7 @@ class _SeriesOptions:
     max_steps: int = 1000
     """The most training steps; early stopping may end sooner."""
     seed: int = 0
-    """Names the weights and the paths, 0 to 2^63 - 1."""
+    """Fixes the weights and the paths, 0 to 2^63 - 1."""
     device: str = "cpu"
     """Where the model is trained and run: cpu, cuda or auto."""
 
@@ -48,7 +48,7 @@ class Forecast(_SeriesOptions):
     """A table to train on and forecast: CSV or Parquet, long (unique_id, ds, y) or wide. Or a
     folder that --save wrote."""
     path: Path | None = None
-    """The history for a trained FOLDER; that of its training by default."""
+    """A table with the history, for a trained FOLDER; by default the table of its training."""
     horizon: int | None = None
     """Steps to forecast: 24 by default, or as in training."""
     samples: int = 500
@@ -94,7 +94,7 @@ class Forecast(_SeriesOptions):
 
 @dataclass
 class Backtest(_SeriesOptions):
-    """Scores forecasts of a table's last windows, beside the naive ones."""
+    """Scores forecasts of a table's last windows, next to naive forecasts."""
 
     data: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="DATA")]]
     """The table: CSV or Parquet, long (unique_id, ds, y) or wide."""

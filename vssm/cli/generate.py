@@ -35,10 +35,10 @@ class Generate:
     """The class of the samples, for models that were trained with --labels; all classes in turn by
     default."""
     chunk: int | None = None
-    """Generate so many steps at a time (vssm, tvae)."""
+    """Generate this many steps at a time (vssm, tvae)."""
     recondition: bool = False
-    """Read each generated chunk before making the next (vssm, tvae); without --chunk only the state
-    has read what was made."""
+    """Read each generated chunk before generating the next (vssm, tvae). Without --chunk this
+    changes only the state, which has then read the samples."""
     passes: int = 1
     """Parallel passes over each chunk: 1 is one shot, more come closer to step by step (vssm,
     tvae)."""
@@ -47,7 +47,7 @@ class Generate:
     observe: Literal["mean", "sample"] = "mean"
     """Return the mean of the observation head, or a sample of it."""
     seed: int | None = None
-    """Names the sample; by default 0, or the state's."""
+    """Selects the sample; by default 0, or the seed of the state."""
     resume: Path | None = None
     """A file that --state wrote, to continue from."""
     out: Path | None = None

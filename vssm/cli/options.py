@@ -56,7 +56,7 @@ class RunOptions(DataOptions):
     """Start from named settings: paper-mnist, paper-cifar10, best, series or smoke; the data set
     series starts from the preset series. Other options apply on top."""
     smoke: bool = False
-    """A run of seconds: a tiny model and a few steps."""
+    """Train a tiny model for a few steps; this takes seconds."""
     model: ModelConfig = field(
         default_factory=lambda: ModelConfig(features=1, head="auto", width=128)
     )

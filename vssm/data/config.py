@@ -38,7 +38,7 @@ class SeriesConfig:
     given."""
     given: tuple[str, ...] = ()
     """Columns that are known in the future too, such as price,holiday. They are read, and never
-    made or scored; for models with known="any"."""
+    generated or scored; for models with known="any"."""
     context: int = 96
     """Rows of a window that are known."""
     horizon: int = 96
@@ -49,11 +49,11 @@ class SeriesConfig:
     known="any" need no filling: they learn from the values that are there."""
     scale: Literal["window", "column", "none"] = "window"
     """How to standardise. column: each column by its mean and deviation over the training part.
-    window: also each window by its context, so that new levels are no surprise. none: not at
-    all."""
+    window: also each window by its context, so that a level that training never saw does no harm.
+    none: not at all."""
     time: str | None = None
-    """Column of dates (ISO 8601), found by name or contents if not given, whose order is checked;
-    none leaves dates out."""
+    """Column of dates (ISO 8601), whose order is checked. By default it is found by its name or
+    contents; none leaves dates out."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "given", tuple(self.given))  # JSON has lists
@@ -126,7 +126,7 @@ class DataConfig:
     dir: str | None = None
     """Folder with the data files; else $VSSM_DATA; else the user cache, filled by downloads."""
     seed: int = 0
-    """Fixes the validation set, binarisation, synthetic data, and the test set of own data."""
+    """Fixes the validation set, binarisation, synthetic data, and the test set of your own data."""
     binarize: bool = False
     """Replace grey images (digits, mnist) once by black and white draws, fixed by the seed."""
     labels: bool = False

@@ -70,7 +70,7 @@ class EvaluateOptions:
     num_samples: int = 100
     """K, the latent draws of each likelihood estimate."""
     max_sequences: int | None = None
-    """Use only so many sequences, spread evenly over the set."""
+    """Use only this many sequences, spread evenly over the set."""
     num_images: int = 10_000
     """Generated images for each Fréchet distance, at most as many as the set has; 0 for no
     distances."""
@@ -81,10 +81,10 @@ class EvaluateOptions:
     device: str = "auto"
     """Where to run: auto, cpu or cuda."""
     splits: str = "test"
-    """What to measure on: test, or valid while the test set stays closed."""
+    """The set to measure on: test, or valid, which leaves the test set closed."""
     quick: bool = False
-    """Take at most 64 sequences, 10 draws and 256 images; their classifier is trained the first
-    time."""
+    """Take at most 64 sequences, 10 draws and 256 images. The classifier for the distances is still
+    trained if the data set has none yet."""
     dials: bool = False
     """Measure quality against time as well, over chunk sizes and passes (vssm, tvae); only times if
     the data are not images."""
@@ -92,10 +92,10 @@ class EvaluateOptions:
     """Estimate likelihoods by a particle filter as well: closer, and slower (vssm and tvae without
     levels, vrnn)."""
     known: tuple[str, ...] = ()
-    """For models with --model.known any: also measure how well unknown entries are made, if these
-    are known: prefix, random:P (each unknown with probability P), block:N, hole:N."""
+    """For models with --model.known any: also measure how well unknown entries are filled, with
+    these masks: prefix, random:P (each entry unknown with probability P), block:N or hole:N."""
     passes: int = 1
-    """Passes in which these entries are made."""
+    """Passes in which these entries are filled."""
 
     def __post_init__(self) -> None:
         check_choice("splits", self.splits, ("test", "valid"))

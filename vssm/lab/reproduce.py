@@ -77,22 +77,22 @@ def reproduce(
     data_dir: str | None = None,
     progress: Suppress[Progress | None] = None,
 ) -> None:
-    """Repeats the paper's experiments; skips those that are done.
+    """Repeats the paper's experiments; skips finished ones.
 
     Arguments:
         data: The data set: mnist, cifar10, or digits (small only).
-        scale: paper, or small: minutes on a CPU.
+        scale: paper, or small, which takes minutes on a CPU.
         out: The folder for runs and figures; runs/reproduce-DATA by default, or
             runs/reproduce-DATA-small.
         results: The folder for results: results/paper by default, OUT/results at the small scale.
-        kinds: The models; tvae, rnn and vrnn are known too.
+        kinds: The models; tvae, rnn and vrnn are available too.
         learning_rates: The grid, the paper's by default; a single rate is used without a search.
         seeds: The seeds that are trained with the best rate, 0 to 4 by default (0 at the small
             scale); the grid has seed 0.
         epochs: Passes over the training set, 200 by default.
-        grid_epochs: A shorter training for the grid.
-        finalists: Best rates of a shorter grid that are trained to the end before one is chosen,
-            since some runs go wrong late.
+        grid_epochs: Passes over the training set for the runs of the grid, if fewer.
+        finalists: With a shorter grid, how many of its best rates are trained to the end before one
+            is chosen, because some runs fail late.
         data_dir: Folder with the data; else $VSSM_DATA; else the user cache.
         progress: What shows the progress; by default a bar on a terminal, lines elsewhere.
     """

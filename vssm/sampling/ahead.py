@@ -12,8 +12,8 @@ sees it:
     attention    a mask says who sees whom
 
 The letters are those of `vssm.nn`, with ° for empty tokens. Steps are counted from 0 in the code:
-the even ones are empty. The scan (`scan_ahead`) takes an even step but leaves the state as it was.
-It costs what a scan of 2 W - 1 steps costs.
+the even ones are empty. The scan (`scan_ahead`) computes an even step but leaves the state as it
+was. It costs as much as a scan of 2 W - 1 steps.
 
 Legend: s (B, 2 W - 1, width), the two streams; u, dt, z, y (B, 2 W - 1, inner); B, C (B, 2 W - 1,
 N).

@@ -3,14 +3,15 @@
     x_{R_s} ~ p(x_{R_s} | x_{K_s}),   K_1 = K,   K_{s+1} = K_s + R_s          s = 1 ... S
 
 The unknown entries of each window are divided at random into R_1 ... R_S of equal size. One pass
-makes everything at once; as many passes as entries make one entry after the other. The latents of a
-pass, the observations and the division are functions of (seed, row, position, component, pass), so
-the batch split never changes what a seed gives, nor do the chunks and resume points of `generate`.
+draws everything at once; as many passes as entries draw one entry after the other. The latents of a
+pass, the observations and the division are functions of (seed, row, position, component, pass). So
+the batch split never changes the sample of a seed, nor do the chunks and resume points of
+`generate`.
 
-`generate` is the case in which a prefix is known. Windows are made one after the other, or many at
+`generate` is the case in which a prefix is known. Windows are drawn one after the other, or many at
 once, with the same result: each pass carries its own state from window to window. A state that ends
-inside a window keeps what was known there and the state before the window, and making goes on by
-making the window again, which gives the same steps again.
+inside a window keeps the steps of that window and the state before it. Resuming draws the window
+again, which gives the same steps again.
 
 Legend: x (B, T, D) or tokens (B, T); known K, of the shape of x, bool; S `passes`; W `window`.
 """
@@ -38,11 +39,11 @@ def make_part(
     position: int,
     states: list[State | None] | None,
 ) -> tuple[Tensor, Tensor, list[State | None]]:
-    """Makes the entries R of whole windows in S passes.
+    """Draws the entries R of whole windows in S passes.
 
     Arguments:
         model: The model.
-        part: The windows, with what is known and what is to be made.
+        part: The windows, with their known entries and the entries to draw.
         source: The noise.
         options: The passes, the temperature, and what to observe.
         position: The absolute position of the first step.
@@ -99,14 +100,14 @@ def _make_pass(
 
 
 class _Open(NamedTuple):
-    """A window that is not complete: what came before it, and what is known at its start."""
+    """A window that is not complete: the states before it, and its first steps."""
 
     states: list[State | None]
     """The state of each pass before the window; one state if only data came before."""
     x: Tensor
     """The steps of the window so far, (B, n, ...), n < W."""
     known: Tensor
-    """Which of their entries were given; the others were made."""
+    """Which of their entries were given; the others were drawn."""
 
 
 def _opened(model: AnyPart, state: State | None, batch: int, device: torch.device) -> _Open:
@@ -140,7 +141,7 @@ def _extend(values: Tensor, steps: int) -> Tensor:
 
 
 def read_any_part(model: AnyPart, x: Tensor, state: State | None, num: int) -> State:
-    """Reads data, which has no latents: nothing is drawn."""
+    """Reads data; this model draws no latents for data."""
     opened = _opened(model, state, num, x.device)
     position = x.shape[1] + (0 if state is None else state.position)
     x = torch.cat([opened.x.to(x.dtype), x.expand(num, *x.shape[1:])], 1)
@@ -154,7 +155,7 @@ def read_any_part(model: AnyPart, x: Tensor, state: State | None, num: int) -> S
 
 
 def _read_windows(model: AnyPart, x: Tensor, states: list[State | None]) -> list[State | None]:
-    """Reads whole windows of which everything is known, after each state."""
+    """Reads whole windows, of which every entry is known, after each state."""
     part = Part(x, torch.ones_like(x, dtype=torch.bool), torch.zeros_like(x, dtype=torch.bool))
     return [model.descend(part, None, state)[1] for state in states]
 
@@ -173,7 +174,7 @@ def sample_any_part(
     states = opened.states * options.passes if len(opened.states) == 1 else opened.states
     if len(states) != options.passes:
         raise ValueError(
-            f"passes={options.passes} does not fit this state, which was made in {len(states)}; "
+            f"passes={options.passes} does not fit this state, which has {len(states)} passes; "
             f"use passes={len(states)}"
         )
     window, position = model.config.window, 0 if state is None else state.position

@@ -1,4 +1,4 @@
-"""`vssm.fill`: what a user asks for is checked here; `vssm.sampling.anypart` makes it."""
+"""`vssm.fill`: this file checks its arguments; `vssm.sampling.anypart` draws the entries."""
 
 import warnings
 from collections.abc import Sequence
@@ -31,20 +31,21 @@ def fill(
     seed: int = 0,
     rows: Sequence[int] | Tensor | None = None,
 ) -> Tensor:
-    """Draws the entries of sequences that are not known; the known ones come back bit for bit.
+    """Draws the unknown entries of sequences; the known ones come back bit for bit.
 
     Arguments:
         model: A vssm with known="any".
         x: The sequences, (B, T, D), or (B, T) tokens.
-        known: Which entries are known, bool, of the shape of x or (B, T). By default those that are
-            not NaN.
+        known: Which entries are known, bool, of the shape of x or (B, T). By default the entries
+            that are not NaN.
         num: The number of samples of each row. One by default.
-        passes: S, the parallel passes. One makes all entries at once; more make one random part
+        passes: S, the parallel passes. One draws all entries at once; several draw one random part
             after the other, each given the parts before it.
-        temperature: Divides the logits of every categorical and multiplies every scale.
-        observe: What an unknown entry becomes: the "mean" of its distribution (mode of a token), or
-            a "sample" of it. Later passes read what earlier ones made.
-        seed: Names the sample.
+        temperature: Divides the logits of every categorical distribution, and multiplies every
+            scale.
+        observe: What an unknown entry becomes: the "mean" of its distribution (the mode of a
+            token), or a "sample" of it. Later passes read the entries of earlier passes.
+        seed: Selects the sample.
         rows: Which rows of the noise to use, one for each of the B sequences; 0 to B - 1 by
             default.
 
@@ -68,18 +69,18 @@ def fill(
 
 
 class Filling(NamedTuple):
-    """A call of `fill` that was checked."""
+    """A checked call of `fill`."""
 
     work: tuple[AnyPart, Part, Noise, Options]
     """The arguments of `make_part`; the sequences are repeated `num` times and padded."""
     x: Tensor
-    """The sequences as they were given."""
+    """The sequences as the user gave them."""
     known: Tensor
     """Which of their entries are known, of the shape of x."""
     num: int | None
 
     def finish(self, made: Tensor) -> Tensor:
-        """Returns what `fill` returns: known entries as they were given."""
+        """Returns the result of `fill`, with the known entries as the user gave them."""
         made = made[:, : self.x.shape[1]].to(self.x.dtype)
         if self.num is None:
             return torch.where(self.known, self.x, made)

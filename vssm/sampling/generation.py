@@ -1,8 +1,8 @@
 """Generation: `generate` and `observe` check a call and run the algorithm of the model.
 
-Every random number is a function of (seed, row, position, component), so chunk size, batch split
-and resume point never change what a seed gives, but for float rounding. Rarely, rounding decides
-between two classes of a latent, and then the sample differs from there on.
+Every random number is a function of (seed, row, position, component). So chunk size, batch split
+and resume point never change the sample of a seed, except for float rounding. Rarely, rounding
+decides between two classes of a latent, and then the sample differs from there on.
 """
 
 from collections.abc import Sequence
@@ -90,30 +90,31 @@ def generate(
         model: Any of the six models.
         num: The number of sequences, B. Defaults to the rows of the prompt or state, else 1. One
             row of prompt or state serves any number: `num=16` gives sixteen continuations of it.
-            Each draws the latents of the prompt for itself. The latents behind a state are drawn
-            already, so a vssm, tvae or vrnn refuses to share those of a state that may have read
+            Each continuation draws its own latents of a prompt. The latents behind a state are
+            already drawn, and a vssm, tvae or vrnn refuses to share them if the state may have read
             data: `observe(..., num=16)` draws them sixteen times, and `state.repeat(16)` shares
             them on purpose.
         length: The number of new steps.
         prompt: Steps that come first, (B, C, D), or (B, C) tokens.
-        chunk: W, for vssm and tvae: make W steps at a time. Alone it changes nothing in the result.
-        recondition: For vssm and tvae: read each generated chunk before making the next.
+        chunk: W, for vssm and tvae: generate W steps at a time. On its own it does not change the
+            result.
+        recondition: For vssm and tvae: read each generated chunk before generating the next.
         passes: S, for vssm and tvae: parallel passes over each chunk. 1 is the paper's one shot.
-            Each further pass redraws all steps, with the same noise, from what the last pass made
-            before each of them; S >= chunk (or length) gives the sample of chunk=1,
+            Each further pass redraws all steps with the same noise, each step given the steps
+            before it in the last pass. S >= chunk (or length) gives the sample of chunk=1,
             recondition=True. More than 1 implies `recondition`: the next chunk and the state have
-            read what was made.
-        temperature: Divides the logits of every categorical and multiplies every scale that is
-            drawn from.
-        observe: What x is made of: the "mean" of the head (mode of a categorical one), or a
-            "sample" of it. A model with latents feeds back what it returns. An autoregressive model
-            always feeds back a sample. If it is a model of tokens, it returns these samples
+            read the steps before.
+        temperature: Divides the logits of every categorical distribution, and multiplies every
+            scale that is drawn from.
+        observe: What to return as x: the "mean" of the head (the mode if it is categorical), or a
+            "sample" of it. A model with latents feeds back the x that it returns. An autoregressive
+            model always feeds back a sample. If it is a model of tokens, it returns these samples
             whatever `observe` says: the modes would not be the tokens that its later steps and its
             state follow.
-        seed: Names the sample; one for all rows, or one for each, (B,). Defaults to the state's,
-            else 0.
-        state: Where to go on from, as returned by `generate` and `observe`.
-        rows: Which rows of the noise to use, (B,); 0 to B - 1 by default. `rows=range(8, 16)` makes
+        seed: Selects the sample; one for all rows, or one for each, (B,). Defaults to the seed of
+            the state, else 0.
+        state: The state to continue from, as returned by `generate` and `observe`.
+        rows: Which rows of the noise to use, (B,); 0 to B - 1 by default. `rows=range(8, 16)` gives
             the second half of a batch of sixteen.
         cache: False recomputes the whole prefix at every step, as the paper's Transformer does.
 
@@ -149,16 +150,16 @@ def observe(
 ) -> State:
     """Reads real data and returns the state after it, to generate from or to observe more.
 
-    A vssm, tvae or vrnn draws latents for what it reads. Samples of the future follow the model's
-    law only if each of them has latents of its own, so read the data for as many rows as you want
-    to generate: `generate(model, state=observe(model, x, num=100))` gives a hundred futures of one
-    sequence.
+    A vssm, tvae or vrnn draws latents for the data that it reads. Samples of the future follow the
+    model's distribution only if each has latents of its own. So read the data for as many rows as
+    you want to generate: `generate(model, state=observe(model, x, num=100))` gives a hundred
+    futures of one sequence.
 
     Arguments:
         model: Any of the six models.
-        x: What was observed, (B, C, D), or (B, C) tokens, C >= 1.
-        state: What came before.
-        seed: Names the latents that are drawn for x, and what is generated later.
+        x: The data, (B, C, D), or (B, C) tokens, C >= 1.
+        state: The state after earlier data.
+        seed: Selects the latents that are drawn for x, and the samples that are generated later.
         rows: Which rows of the noise to use.
         num: The number of rows of the new state. Defaults to those of x or the state. One row of x
             serves any number; a vssm or tvae reads it once and draws latents for every row.
@@ -187,14 +188,14 @@ def sample(
     options: Options,
     empty: tuple[Latents, State] | None = None,
 ) -> Result:
-    """Makes new steps after a prompt, a state or nothing, with the algorithm of the model.
+    """Generates steps after a prompt, a state or nothing, with the algorithm of the model.
 
     Arguments:
         model: Any of the six models.
         prompt: Steps that come first, (1 or B, C, D), or tokens.
         state: The state after earlier steps, at a position above 0.
         source: The noise of the B rows.
-        options: What is asked for.
+        options: The options of the call.
         empty: As for `sample_variational`.
     """
     if options.length == 0:
@@ -263,7 +264,7 @@ def read(model: Model, x: Tensor, state: State | None, source: Noise) -> State:
 
 
 def own_state(state: State | None, source: Noise, owner: str) -> State:
-    """Adds to a state what resuming needs: the noise, and the name of its model."""
+    """Adds to a state the noise and the name of its model, which resuming needs."""
     children = {} if state is None else state.children
     position = 0 if state is None else state.position
     children = {**children, "seed": source.seed, "row": source.row}

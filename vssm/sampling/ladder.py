@@ -1,9 +1,9 @@
 """Sampling from a vssm with levels, at once or in chunks: each level is drawn for all steps
 together.
 
-A state says what it has read: under `trunk` only data, under `blind` also empty tokens, of new
-steps that it has made but not read. With `recondition`, the state before a chunk then reads that
-chunk.
+The name in a state says what it has read: `trunk` has read only data; `blind` has also run over
+empty tokens, one for each step that was generated but not read. With `recondition`, the state
+before a chunk reads the chunk once it is generated.
 
 Legend: x (B, T, D) or tokens (B, T); z (B, T, Z); W chunk size.
 """
@@ -71,7 +71,7 @@ def _make(
 
 
 def read_ladder(model: Ladder, x: Tensor, state: State | None) -> State:
-    """Reads known data, which has no latents: nothing is drawn."""
+    """Reads known data; a model with levels draws no latents for data."""
     before = None if state is None else state.child("trunk")
     _, trunk = model.descend(model.decoder.embed(x), None, before)
     return State({"trunk": trunk}, trunk.position)

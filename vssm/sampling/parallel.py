@@ -6,8 +6,8 @@ A chunk is made in S passes, all with the same noise:
     pass 1            z_t ~ q_omega(z_t | past, ∅, ..., ∅)                 x = f(z), one shot
     pass s = 2 ... S  z_t ~ q_omega(z_t | past, x_{1:t-1} of pass s - 1)   x = f(z), all t at once
 
-Step t of a pass depends on the steps before t of the last one, so pass s settles step s at the
-latest. S >= W gives the fixed point, which is the sample that is made step by step.
+Step t of a pass depends on the steps before t of the last pass, so step s is final after pass s at
+the latest. S >= W gives the fixed point, which is the step-by-step sample.
 
 Legend: x (B, T, D) or tokens (B, T); z (B, T, Z); C steps of prompt; W chunk size; S passes; ∅
 empty token; f the decoder and the observation head.
@@ -105,10 +105,10 @@ def _make(
 
 
 def empty_steps(options: Options, num: int) -> int:
-    """Returns how many empty tokens one row runs over before all rows are made from nothing.
+    """Returns how many empty tokens one row runs over before all rows are generated from nothing.
 
-    All steps, for all chunks, unless data comes between the chunks or the pass would take more
-    memory than a chunk of all rows.
+    These are the steps of all chunks, unless data comes between the chunks or the pass would take
+    more memory than a chunk of all rows.
     """
     if options.recondition or options.length > max(_EMPTY_STEPS, num * options.chunk):
         return min(options.chunk, options.length)

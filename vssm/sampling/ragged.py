@@ -29,7 +29,7 @@ class Ragged(NamedTuple):
     z: Tensor | None
     """Their latents, (B, length, Z); None for an autoregressive model."""
     states: list[State] | None
-    """Where to resume each row, if asked for."""
+    """The state of each row, to resume from; None unless asked for."""
 
 
 def pad(sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -68,18 +68,18 @@ def generate_ragged(
     states: bool = False,
     **options: Any,  # noqa: ANN401
 ) -> Ragged:
-    """Continues prompts of different lengths; every row is as if it were alone.
+    """Continues prompts of different lengths; every row is continued as if it were alone.
 
     Row b reads the noise of row b: it equals `generate(model, prompt=prompts[b][None], rows=[b],
-    ...)`. Rows of one length are made together.
+    ...)`. Rows with prompts of equal length are generated together.
 
     Arguments:
         model: Any of the six models.
         prompts: Each (C_b, D), or (C_b,) tokens, on the device of the model; C_b may be 0.
         length: The number of new steps of every row.
-        seed: Names the sample; one for all rows, or one for each, (B,).
-        states: Whether to return where each row can be resumed.
-        options: Those of `generate`: `chunk`, `recondition`, `passes`, `temperature`, `observe`.
+        seed: Selects the sample; one for all rows, or one for each, (B,).
+        states: Whether to return a state for each row, to resume from.
+        options: Options of `generate`: `chunk`, `recondition`, `passes`, `temperature`, `observe`.
 
     Example:
         >>> from vssm import ModelConfig, build

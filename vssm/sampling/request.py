@@ -1,13 +1,13 @@
-"""What a call of `generate` or `observe` asks for, checked once, and the memory that it may take.
+"""Requests: the arguments of `generate` and `observe`, checked once, and the memory they may take.
 
-A request holds the prompt, the state to go on from, the noise of every row, and the options. The
+A request holds the prompt, the state to continue from, the noise of every row, and the options. The
 algorithms of `vssm.sampling` and the engine take it as it is.
 
-Parallel generation holds all steps of all rows in memory: a thousand sequences of four thousand
-steps would need 240 GB at the paper's scale, where a GPU is as busy with 15 GB. So a vssm makes
-long sequences in chunks, and a call that is still too large is made in slabs of rows. A transformer
-that generates step by step needs several times the memory of its keys and values. Results change by
-rounding only.
+Parallel generation holds all steps of all rows in memory: at the paper's scale, a thousand
+sequences of four thousand steps would need 240 GB, although 15 GB keep a GPU just as busy. So a
+vssm generates long sequences in chunks, and a call that is still too large is computed in slabs of
+rows. A transformer that generates step by step needs several times the memory of its keys and
+values. Results change only by rounding.
 """
 
 import math
@@ -67,7 +67,7 @@ class Options(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A call of `generate` that was checked."""
+    """A checked call of `generate`."""
 
     prompt: Tensor | None
     state: State | None
@@ -329,8 +329,8 @@ def bytes_of_device(device: torch.device) -> int:
 def bytes_of_step(model: Model, weight: Tensor, reads: bool) -> int:
     """Returns about how many bytes a pass takes for a row and step, as measured on an H200.
 
-    Products and scan of one block are in memory at a time, beside logits of latents and head. Keys
-    and values of all blocks of attention stay, with the queries, which share their memory.
+    The products and the scan of one block are in memory at a time, beside the logits of latents and
+    head. Keys and values of all attention blocks stay, with the queries, which share their memory.
     """
     config = model.config
     numbers = config.width * (5 * config.expand + 5) + 4 * model.head.size

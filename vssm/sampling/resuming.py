@@ -1,4 +1,4 @@
-"""Checks of the states that a call of `generate` or `observe` goes on from."""
+"""Checks of the states that a call of `generate` or `observe` continues from."""
 
 import torch
 from torch import Tensor
@@ -70,8 +70,8 @@ def with_rows(model: Model, state: State, num: int) -> State:
 def shares_latents(model: Model, state: State) -> bool:
     """Says whether copies of a state could share latents that were drawn for data.
 
-    A state that has run over empty tokens ends a sample, which copies continue. Any other state may
-    have read data. A vssm with levels draws no latents for data.
+    A state that has run over empty tokens is the end of a sample, and copies may share that sample.
+    Any other state may have read data. A vssm with levels draws no latents for data.
     """
     read = state.position > 0 and "blind" not in state.children
     return read and isinstance(model, Variational | VRNN)

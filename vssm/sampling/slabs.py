@@ -1,4 +1,4 @@
-"""Makes a call that is too large in slabs of rows: `divide` and `rows_of_slab` say how many.
+"""Computes a large call in slabs of rows; `divide` and `rows_of_slab` say how many rows a slab has.
 
 The results of all slabs are written into memory for all rows; rows that share memory stay shared.
 """
@@ -47,7 +47,7 @@ def _part(given: _Rows, rows: slice) -> _Rows:
 
 
 def _room(made: State, num: int) -> State:
-    """Returns a tree like that of a slab with room for all rows; shared rows stay shared."""
+    """Returns a tree like the tree of a slab, with room for all rows; shared rows stay shared."""
     children: dict[str, Tensor | State] = {}
     for name, child in made.children.items():
         if isinstance(child, State):
@@ -60,7 +60,7 @@ def _room(made: State, num: int) -> State:
 
 
 def _put(whole: State, made: State, rows: slice) -> None:
-    """Copies what a slab made to its rows."""
+    """Copies the results of a slab to its rows."""
     for name, child in whole.children.items():
         if isinstance(child, State):
             _put(child, made.child(name), rows)

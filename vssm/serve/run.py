@@ -46,9 +46,9 @@ def serve(
         models: Run folders, folders of forecast --save, names of shipped models or hf://OWNER/NAME,
             each optionally after NAME=. By default the shipped models.
         host: The address to listen on; one that others can reach needs --token-file or --insecure.
-        port: The port; 0 for any that is free.
+        port: The port; 0 for any free port.
         token_file: A file with the token that clients must send.
-        insecure: Serve on an address that others can reach without a token.
+        insecure: Serve without a token on an address that others can reach.
         device: Where to run: auto, cpu or cuda.
         limits: The limits of requests and of the server.
     """

@@ -85,7 +85,7 @@ class _Request(BaseModel):
     )
     # Negative seeds too, as in Python: programs often make seeds by hashing.
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = Field(
-        None, description="Names the sample: any whole number of 64 bits."
+        None, description="Selects the sample: any 64-bit whole number."
     )
 
 
@@ -96,8 +96,8 @@ class _MakeRequest(_Request):
     )
     chunk: _Count | None = Field(
         None,
-        description="Make so many steps at a time; for a step-by-step model the steps in an event "
-        "of a stream, 1 by default.",
+        description="Generate this many steps at a time; for a step-by-step model the steps in an "
+        "event of a stream, 1 by default.",
     )
     recondition: bool = Field(False, description="Read each chunk before the next (vssm, tvae).")
     temperature: _Temperature = 1.0
@@ -128,7 +128,7 @@ class FillRequest(_Request):
     model_config: ClassVar[ConfigDict] = examples(
         {"model": "NAME", "x": [[0.5, None], [None, None]], "passes": 4}
     )
-    passes: _Count = Field(1, description="Parallel passes; more make one part after the other.")
+    passes: _Count = Field(1, description="Parallel passes; several fill one part after the other.")
     temperature: _Temperature = 1.0
     observe: _Observe = "mean"
     x: _Sequences = Field(description=f"{_SHAPES} A gap is null, in text _.")

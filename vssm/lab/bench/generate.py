@@ -53,7 +53,7 @@ def main_generate(
         out: Where the JSON goes.
         device: Where to run: auto, cpu or cuda.
         kinds: The models.
-        levels: Add the vssm with so many levels of latents, as vssm_l<L>.
+        levels: Also time the vssm with this many levels of latents, as vssm_l<L>.
         batches: Numbers of sequences.
         lengths: Numbers of steps in a sequence.
         width: Width of the models.

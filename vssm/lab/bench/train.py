@@ -54,7 +54,7 @@ def main_train(
         out: Where the JSON goes.
         device: Where to run: auto, cpu or cuda.
         kinds: The models.
-        levels: Add the vssm with so many levels of latents, as vssm_l<L>.
+        levels: Also time the vssm with this many levels of latents, as vssm_l<L>.
         batch: Sequences in a step.
         steps: Steps that are timed.
         width: Width of the models.
