@@ -6,8 +6,8 @@ terms = vssm.objective(model, x)
 nats = vssm.log_likelihood(model, x)
 samples = vssm.generate(model, num=16, length=28).x
 
-Names are imported on first use (PEP 562). Python imports this file before `vssm.__main__`, which
-must set up signals and OpenMP before PyTorch is loaded.
+Names are imported on first use (PEP 562), because Python imports this file before `vssm.__main__`,
+which must set up signals and OpenMP before PyTorch is loaded.
 """
 
 from importlib import import_module

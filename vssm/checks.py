@@ -68,9 +68,10 @@ def check_path(name: str, value: object) -> None:
 
 
 def check_model(model: Any) -> Any:  # noqa: ANN401
-    """Returns a model, or the one inside a module that shows its config: one of `torch.compile`.
+    """Returns a model, or the model inside a compiled module of `torch.compile`.
 
-    Warns when `torch.compile` had no effect: it compiles `forward`, which a vssm or tvae has not.
+    Warns if `torch.compile` had no effect: it compiles `forward`, which a vssm or tvae does not
+    have.
 
     >>> check_model("mnist-small")
     Traceback (most recent call last):

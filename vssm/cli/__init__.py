@@ -139,7 +139,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def parse(name: str, arguments: list[str]) -> Callable[[], object]:
-    """Returns what a command does with these arguments."""
+    """Returns a function that runs a command with these arguments."""
     module, _, attribute = COMMANDS[name].place.partition(":")
     try:
         command: Any = getattr(importlib.import_module(module), attribute)

@@ -1,4 +1,4 @@
-"""`vssm data`: what a data set holds."""
+"""`vssm data`: the facts of a data set, and a picture."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from vssm.data import describe, open_data, picture
 
 __all__ = ["Data"]
 
-_MOST_FILES = 6  # that are shown; cifar10 has six
+_MOST_FILES = 6  # shown; cifar10 has six
 
 
 @dataclass

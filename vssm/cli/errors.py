@@ -21,7 +21,7 @@ __all__ = ["box_as_line", "report_mistakes", "report_sigterm", "report_warnings"
 # On a CPU, on a GPU, and for a tensor with more bytes than an address can have.
 _NO_MEMORY = "can't allocate memory|out of memory|Storage size calculation overflowed"
 
-# What tyro and Python say of a text that is no number, in the words of a user.
+# What tyro and Python say about a text that is not a number, in the words of a user.
 _PLAIN = {
     r"invalid literal for int\(\) with base 10: (.*)": r"\1 is not allowed; give INT",
     r"could not convert string to float: (.*)": r"\1 is not allowed; give FLOAT",
@@ -77,7 +77,7 @@ def report_sigterm() -> Iterator[None]:
 
 
 def box_as_line(box: str, command: str) -> str:
-    """Returns in one line what tyro says in a box about wrong options of a command."""
+    """Returns tyro's message about wrong options, which it draws in a box, as one line."""
     # Rules separate message, advice and a pointer to the help; without Unicode a title is first.
     rule = r"[^\n]*(?:───|---)[^\n]*\n"
     parts = [" ".join(part.split()) for part in re.split(rule, box.replace("│", " "))]

@@ -137,7 +137,7 @@ class Fill:
         self._check_out(".txt", ".npy")
         text = self.input.read_text(encoding="utf-8").removesuffix("\n")
         x, known = meta.encode_gaps(text)
-        # The most likely character of each place, without its neighbours, would be a space.
+        # The most likely character of a place, regardless of its neighbours, is often a space.
         made = self._samples(model, x[None], known[None], "sample")[0]
         write_samples(made, None, meta, self.out)
 

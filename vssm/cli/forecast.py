@@ -1,4 +1,4 @@
-"""`vssm forecast`: what follows a table; `vssm backtest`: how good such forecasts were."""
+"""`vssm forecast` forecasts what follows a table; `vssm backtest` scores such forecasts."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path

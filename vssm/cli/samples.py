@@ -27,8 +27,8 @@ __all__ = [
 def check_files(
     writes: Mapping[str, Path | None], reads: Mapping[str, Path | None] | None = None
 ) -> None:
-    """Raises unless all files can be written, each under a name of its own, and none that is read
-    is replaced."""
+    """Raises unless all files can be written, each under a name of its own, and no file that is
+    read would be replaced."""
     targets = [(name, path) for name, path in writes.items() if path is not None]
     for name, path in targets:
         if not path.name or path.is_dir() or not path.absolute().parent.is_dir():

@@ -9,10 +9,10 @@ weights alone, because its own weights never change:
 | calls that repeat, as CUDA graphs              | `vssm.engine.programs` | CUDA       |
 | the partial posterior's pass over empty tokens | here                   | vssm, tvae |
 
-A call is checked as `vssm.generate` checks it. Then it is looked up by a key, which holds all that
-a recording fixes: options, shapes, dtypes, and for attention the position. The first call of a key
-runs the plain algorithm, the second is recorded, and later calls replay the recording: prompt,
-state, seed and rows are copied to its inputs, and results out of its outputs.
+A call is checked as `vssm.generate` checks it. Then it is looked up by a key, which holds
+everything that a recording fixes: options, shapes, dtypes, and for attention the position. The
+first call of a key runs the plain algorithm, the second is recorded, and later calls replay the
+recording: prompt, state, seed and rows are copied into its inputs, and results out of its outputs.
 """
 
 import copy
@@ -55,8 +55,8 @@ class Engine:
     """Creates a frozen copy of a model for fast generation.
 
     `generate`, `observe` and `fill` have the arguments of `vssm.generate`, `vssm.observe` and
-    `vssm.fill` without the model, and the same results, to rounding. Training or moving the model
-    later does not change the engine. Hooks of the model are not called when a recording is
+    `vssm.fill` without the model, and the same results, up to rounding. Training or moving the
+    model later does not change the engine. Hooks of the model are not called when a recording is
     replayed.
 
     Arguments:
@@ -109,7 +109,7 @@ class Engine:
         rows: Sequence[int] | Tensor | None = None,
         cache: bool = True,
     ) -> Generation:
-        """Generates new steps, as `vssm.generate` does."""
+        """Generates steps, as `vssm.generate` does."""
         dials = chunk, recondition, passes, temperature, observe, cache
         request = check_request(self.model, num, length, prompt, state, seed, rows, *dials)
         x, z, after = self._sample(request)
@@ -140,7 +140,7 @@ class Engine:
         seed: int = 0,
         rows: Sequence[int] | Tensor | None = None,
     ) -> Tensor:
-        """Draws the entries that are not known, as `vssm.fill` does."""
+        """Draws the unknown entries, as `vssm.fill` does."""
         task = check_filling(self.model, x, known, num, passes, temperature, observe, seed, rows)
         _, part, source, options = task.work
         tensors = {"x": part.x, "known": part.known, "made": part.made}
@@ -150,7 +150,7 @@ class Engine:
         return task.finish(made["x"])
 
     def _sample(self, request: Request) -> Result:
-        """Makes new steps, by a program or by the plain algorithm."""
+        """Generates steps, by a program or by the plain algorithm."""
         options = request.options
         if options.length and options.cache and self._programs.can_record():
             if not isinstance(self.model, Variational | Ladder | AnyPart):
@@ -230,7 +230,7 @@ def _unpack(given: State) -> tuple[Tensor | None, State | None, Noise]:
 
 
 def _make_entries(model: Model, options: Options, given: State) -> State:
-    """Makes the entries of a part that are not known."""
+    """Draws the unknown entries of a part."""
     assert isinstance(model, AnyPart)
     part = Part(given["x"], given["known"], given["made"])
     source = Noise(given["seed"], given["row"])

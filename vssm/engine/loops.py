@@ -106,7 +106,7 @@ class CachedLoop(Loop):
     Arguments:
         recorder: The recorder.
         step: As for `Loop`; it writes into the caches.
-        carried: As for `Loop`. A call also gives and gets `stack`, the keys and values so far.
+        carried: As for `Loop`. A call also takes and returns `stack`, the keys and values so far.
         caches: For every block its keys and values, (2, B, heads, R, size).
     """
 

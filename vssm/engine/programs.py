@@ -12,7 +12,7 @@ results out.
 Programs are found by keys that hold everything that is fixed in them. They share one pool of
 memory: they run one after the other and leave nothing there between calls.
 
-On a CPU nothing is recorded, but in tests, where a replay runs the function again.
+On a CPU nothing is recorded, except in tests, where a replay runs the function again.
 """
 
 import threading
@@ -44,7 +44,7 @@ class Recorder:
             self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Returns what replays a function that reads and writes static tensors.
+        """Returns a replay of a function that reads and writes static tensors.
 
         The function runs once before it is recorded, which compiles its kernels.
         """
@@ -75,10 +75,10 @@ Make: TypeAlias = Callable[[Recorder], Program | None]
 
 
 class Programs:
-    """Keeps the programs of one model on one device, the last used ones.
+    """Keeps the most recently used programs of one model on one device.
 
-    `run` returns None where the plain path should run: at the first call of a key, since most keys
-    are asked for only once; where recording failed; and where nothing can be recorded.
+    `run` returns None if the plain path should run: at the first call of a key, because most keys
+    are used only once; if recording failed; and if nothing can be recorded.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -127,13 +127,13 @@ class Programs:
         given: State,
         position: int | None = None,
     ) -> State | None:
-        """Returns what a function makes of a tree of tensors, by a program, or None as `run` does.
+        """Returns a function of a tree of tensors, computed by a program; None as `run` does.
 
         Arguments:
-            key: Everything that is fixed in the function, beside the form of what it is given.
+            key: Everything that is fixed in the function, besides the shapes of its tensors.
             function: Maps tensors to results.
             given: The tensors.
-            position: The position of the results; that of the recorded ones if not given.
+            position: The position of the results; the recorded position if not given.
         """
         make = partial(OneShot, function=function, inputs=given)
         return self.run((*key, describe(given)), make, given, position)

@@ -1,7 +1,7 @@
 """Generation step by step from recorded loops, for transformer, ssm, rnn and vrnn.
 
-What does not depend on the weights is drawn in advance for many steps. A transformer's key-value
-cache has room for R steps; when it is full, a loop with twice the room takes over.
+The noise is drawn in advance for many steps. A transformer's key-value cache has room for R steps;
+when it is full, a loop with twice the room takes over.
 
 Legend: e (B, 1, width) the embedded input that is read next; u, w uniform noise; R the room.
 """
@@ -145,7 +145,7 @@ def _run_loop(
             further arguments.
         arguments: The further arguments.
         carried: The tree that the first step starts from.
-        feed: Returns what a number of steps from a position on read, each (B, T, ...).
+        feed: Returns the inputs of a number of steps from a position on, each (B, T, ...).
         length: The number of steps.
     """
     end, parts = carried.position + length, []

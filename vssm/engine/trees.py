@@ -52,7 +52,7 @@ def _expand(row: Tensor, shape: torch.Size) -> Tensor:
 
 
 def describe(state: State) -> Hashable:
-    """Returns what a recording fixes of its inputs: names, shapes, dtypes and positions."""
+    """Returns the facts that a recording fixes of its inputs: names, shapes, dtypes, positions."""
     tensors, positions = state.flatten()
     shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
     return *positions.items(), *shapes
@@ -75,7 +75,7 @@ def join_steps(parts: list[State]) -> State:
 
 
 def overwrite(tree: State, given: State) -> None:
-    """Copies the numbers of another tree into a tree, by name; what is missing there becomes zero.
+    """Copies the tensors of another tree into a tree, by name; tensors it lacks become zero.
 
     Example:
         >>> tree = State({"a": torch.ones(1), "b": torch.ones(1)})
@@ -103,10 +103,10 @@ def copy(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
 
 
 def is_relative(model: Model) -> bool:
-    """Says whether what a recording computes does not depend on the position.
+    """Says whether a recording computes the same at every position.
 
-    It does for attention, whose cache has a step for each position, and for windows of a model that
-    knows any part.
+    It does not for attention, whose cache has a step for each position, nor for the windows of a
+    model with known="any".
     """
     return model.config.block != "attention" and not isinstance(model, AnyPart)
 

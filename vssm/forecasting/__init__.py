@@ -5,7 +5,7 @@
 | `forecaster` | `Forecaster`: fit, predict, evaluate, fill, update on pandas tables |
 | `panel` | tables of many series in and out, and their checks |
 | `windows` | windows of a panel in their own scale |
-| `linear` | a ridge regression, where the direct forecast starts |
+| `linear` | a ridge regression, from which the direct forecast starts |
 | `direct` | the direct forecast, a small network, which the model corrects |
 | `network` | the model: its loss and its sample paths on windows |
 | `fitting` | early stopping, the final fit, conformal calibration |

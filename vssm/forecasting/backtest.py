@@ -1,7 +1,7 @@
-"""Backtests: forecasts of rolling windows of a panel, scored beside the seasonal naive forecast.
+"""Backtests: forecasts of rolling windows of a panel, scored next to the seasonal naive forecast.
 
-The seasonal naive forecast repeats the last season, with normal noise: the deviation of the
-seasonal differences of the history, times the root of the seasons ahead.
+The seasonal naive forecast repeats the last season and adds normal noise. Its deviation is the
+deviation of the seasonal differences of the history, times the root of the seasons ahead.
 
 Legend: W windows, S paths, H steps of the horizon.
 """
@@ -40,7 +40,7 @@ class Backtest:
     """(W, S, H) in the units of the data."""
 
     def plot(self, path: str | Path | None = None) -> "Figure":
-        """Draws the forecasts over what came, for the first twelve series."""
+        """Draws the forecasts and the true values of the first twelve series."""
         from vssm.forecasting.charts import Fan, draw_fans
 
         horizon, fans = self.paths.shape[2], []

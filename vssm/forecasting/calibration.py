@@ -7,12 +7,12 @@
     factor  k = quantile of r         above the median and below, by quarters of the horizon
     path    m + a (1 + (k - 1) min(1, |a / (q - m)|))     a = x - m
 
-The factors are conformal: the quantile is 0.9 + c / n for n past windows that do not overlap, so
-few windows widen intervals, and k stays closer to 1 then. The stretch grows from the median to q:
-the middle of a forecast stays as sharp as the model made it.
+The factors are conformal: the quantile is 0.9 + c / n for n past windows that do not overlap. So
+few windows widen the intervals; then k also stays closer to 1. The stretch grows from the median to
+q: the middle of a forecast stays as sharp as the model drew it.
 
-Only scores of the recent past count: of held-out windows at first, then of those that `update` and
-`evaluate` saw. No window is calibrated by values that came after its history.
+Only scores of the recent past count: at first of held-out windows, later also of the windows that
+`update` and `evaluate` saw. No window is calibrated by values that came after its history.
 
 Legend: W windows, S paths, H steps of the horizon.
 """
@@ -36,7 +36,7 @@ _FEWEST = 8  # scores that give a factor
 
 
 class Calibration(NamedTuple):
-    """What past windows say about windows to come.
+    """The scores of past windows, which calibrate the forecasts of windows to come.
 
     Example:
         >>> noise = torch.Generator().manual_seed(0)
@@ -62,15 +62,16 @@ class Calibration(NamedTuple):
     def of(
         cls, paths: Tensor, y: Tensor, dates: Tensor, series: int, apart: float
     ) -> "Calibration":
-        """Returns what held-out windows say: paths (W, S, H), what came (W, H), and when (W, H).
+        """Returns the calibration by held-out windows.
 
-        `apart` is how many windows that do not overlap the same data would give.
+        They come as paths (W, S, H), true values y (W, H) and their dates (W, H). `apart` is how
+        many windows without overlap the same data would give.
         """
         shift, memory = _choose_shift(paths, y, apart), float(dates.max() - dates.min())
         return cls(shift, _scores(paths, y, shift), dates, _MEMORY * memory, series)
 
     def with_windows(self, paths: Tensor, y: Tensor, dates: Tensor) -> "Calibration":
-        """Returns what these windows say too; what will not count any more is left out."""
+        """Returns a calibration with these windows added, and without scores that are too old."""
         kept = self.dates.amax(1) >= dates.min() - self.memory
         scores = torch.cat([self.scores[kept], _scores(paths, y, self.shift)])
         return self._replace(scores=scores, dates=torch.cat([self.dates[kept], dates]))

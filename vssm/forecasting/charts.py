@@ -40,7 +40,7 @@ def draw_fans(fans: Sequence[Fan], path: str | Path | None = None) -> "Figure":
     for fan, axes in zip(fans, plots, strict=True):
         axes.plot(fan.dates, fan.y, color="black", linewidth=0.8, label="history")
         for k, (dates, paths) in enumerate(fan.ahead):
-            hidden = "_" if k else ""  # a legend leaves out what begins so
+            hidden = "_" if k else ""  # a legend leaves out labels that begin with it
             for band in _BANDS:
                 low, high = np.quantile(paths, ((1 - band) / 2, (1 + band) / 2), axis=0)
                 axes.fill_between(dates, low, high, **style, label=f"{hidden}{band:.0%}")

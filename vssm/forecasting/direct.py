@@ -1,13 +1,13 @@
-"""The direct forecast of a window: where each step of the horizon will be, and how unsure that is.
+"""The direct forecast of a window: the median and the mean error of each step of the horizon.
 
     u_{C+h} ~ Laplace(m_h, b_h)          m = a W + f(a)          b = b° exp g(a)
 
-W and b° are those of the linear forecast; f and g are the outputs of one small network, which start
-at zero. So training starts at the linear forecast, and stops where held-out windows get no better.
-The median of a Laplace distribution is m, and its mean error is b. A model then reads and makes the
+W and b° come from the linear forecast; f and g are the outputs of one small network, which start at
+zero. So training starts at the linear forecast, and stops when held-out windows get no better. The
+median of a Laplace distribution is m, and its mean error is b. A model then reads and draws the
 horizon as (u - m) / b: it learns how steps depend on each other, and how their errors are spread.
 
-Legend: a (B, I) what is read, the history u_1 ... u_C and the covariates; m, b (B, H).
+Legend: a (B, I) the input, the history u_1 ... u_C and the covariates; m, b (B, H).
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ __all__ = ["Direct", "DirectChoice", "choose_direct", "fit_direct"]
 
 _WIDTH, _DROPOUT = 256, 0.1
 _BATCH, _LEARNING_RATE = 128, 1e-3
-_EVERY, _PATIENCE = 100, 6  # steps between validations; validations without a better one
+_EVERY, _PATIENCE = 100, 6  # steps between validations; how many may bring nothing better
 _VALID_WINDOWS = 1000
 _BETTER = 0.002  # share by which a better validation is better
 _EMA = 0.995
@@ -83,7 +83,7 @@ class Direct(nn.Module):
 
 
 class DirectChoice(NamedTuple):
-    """How the direct forecast of a panel is made."""
+    """The settings of a direct forecast that were chosen for a panel."""
 
     centre: str
     penalty: float
@@ -100,7 +100,7 @@ def choose_direct(
     seed: int,
     bar: Any,  # noqa: ANN401
 ) -> tuple[DirectChoice, Direct]:
-    """Trains on older windows, and returns what forecasts held-out windows best.
+    """Trains on older windows; returns the settings and the forecast that do best on held-out ones.
 
     The centre is the one that `choose_linear` takes, or the last value if that is clearly better.
     Without held-out windows the network is not trained.
@@ -129,7 +129,7 @@ def choose_direct(
 
 
 def fit_direct(choice: DirectChoice, windows: Windows, seed: int, bar: Any) -> Direct:  # noqa: ANN401
-    """Returns the direct forecast that a choice makes of windows."""
+    """Returns a direct forecast with the chosen settings, trained on windows."""
     return _train(choice, windows, seed, bar)[0]
 
 
@@ -142,7 +142,7 @@ def _train(
 ) -> tuple[Direct, int, Tensor]:
     """Trains a direct forecast; with a judge, until it gets no better.
 
-    Returns a moving average of the weights, after how many steps it was best, and then its error
+    Returns a moving average of the weights, the step after which it was best, and its error then
     in each window of the judge.
     """
     generator = torch.Generator().manual_seed(seed)

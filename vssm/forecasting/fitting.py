@@ -29,7 +29,7 @@ from vssm.training.progress import shows_bars
 __all__ = ["choose_layout", "hold_out", "progress_bar", "season_of", "train", "validation"]
 
 _SEASONS = {"min": 60, "h": 24, "B": 5, "D": 7, "W": 52, "M": 12, "Q": 4}
-_MOST_STEPS_AHEAD = 4  # of the model in a horizon
+_MOST_STEPS_AHEAD = 4  # steps of the model in a horizon
 _HELD_OUT = 0.2  # share of a series
 _VALID_WINDOWS, _VALID_PATHS = 128, 8
 _PATIENCE = 5  # validations without a better one
@@ -64,7 +64,7 @@ def choose_layout(
     context: int | None,
     transform: str,
 ) -> Layout:
-    """Returns the sizes of windows: those given, the others from frequency and length."""
+    """Returns the sizes of windows: as given, or else chosen by frequency and length."""
     lengths = [len(one.y) for one in panel.series]
     season = season_of(panel.step, lengths) if season is None else season
     if patch is None:
@@ -84,7 +84,7 @@ def choose_layout(
 
 
 def _spread_grows(panel: Panel, season: int) -> bool:
-    """Says whether a panel is positive and its spread in a season is relative to its level."""
+    """Says whether a panel is positive and its spread in a season grows with its level."""
     if not all((one.y[np.isfinite(one.y)] > 0).all() for one in panel.series):
         return False
     gains, size = [], max(season, 4)
@@ -141,8 +141,8 @@ def train(
 ) -> tuple[Model, int]:
     """Trains a model from fresh weights; with `validate`, until it gets no better.
 
-    Returns the model, and after how many steps its training was best. A bar of rich shows the steps
-    and the best validation under a name.
+    Returns the model, and the step after which it was best. A bar of rich, labelled with the name,
+    shows the steps and the best validation.
 
     The result is a moving average of the weights, so it does not depend on a schedule: training
     again for as many steps on more data gives a comparable model.
@@ -191,7 +191,7 @@ def _moving_average(average: Tensor, new: Tensor, count: Tensor | int) -> Tensor
 
 
 def _random_tasks(windows: Windows, cuts: Tensor, generator: torch.Generator) -> Batch:
-    """Returns windows to be forecast and, a few of them, to be filled."""
+    """Returns windows to forecast; a few of them are to be filled instead."""
     num = round(len(cuts) * _FILL_SHARE)
     y, there = windows.values(cuts)
     known, made = windows.layout.split(there)

@@ -1,4 +1,4 @@
-"""GluonTS: a fitted `Forecaster` as a `Predictor` of it."""
+"""GluonTS: a fitted `Forecaster` as a GluonTS `Predictor`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +15,9 @@ __all__ = ["predictor"]
 
 
 def predictor(forecaster: Forecaster | str | Path, num_samples: int = 100) -> "Predictor":
-    """Returns a forecaster as a GluonTS predictor, to put where another one was.
+    """Returns a forecaster as a GluonTS predictor, which can replace any other predictor.
 
-    It forecasts any series of the frequency of its training, each `target` (N,) by itself.
+    It forecasts any series that has the frequency of its training, each `target` (N,) on its own.
 
     Arguments:
         forecaster: A fitted `Forecaster` without covariates, or the folder of a saved one.

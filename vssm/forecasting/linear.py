@@ -1,12 +1,12 @@
-"""The linear forecast of a window, where the direct forecast starts.
+"""The linear forecast of a window, from which the direct forecast starts.
 
     u_{C+h} = sum_i a_i W_{ih}        u the values of a window in its own scale, zero where missing
                                       a the history u_1 ... u_C and the covariates of the window
 
-W is a ridge regression over the windows of all series. Its penalty, and the centre of windows, are
-those that forecast held-out windows best; an infinite penalty leaves the centre as it is.
+W is a ridge regression over the windows of all series. The penalty and the centre of windows are
+chosen to forecast held-out windows best; with an infinite penalty the forecast is the centre.
 
-Legend: W windows of C steps of history and H of horizon, with I numbers that are read.
+Legend: W windows of C steps of history and H of horizon, with I inputs.
 """
 
 import math
@@ -31,12 +31,12 @@ class Linear(NamedTuple):
     """A linear forecast of the horizon, in units of a window."""
 
     weight: Tensor
-    """(I, H) float64, of what is read (`Windows.regressors`)."""
+    """(I, H) float64, one row for each input (`Windows.regressors`)."""
     spread: Tensor
     """The mean error of each step, (H,) float64."""
 
     def __call__(self, a: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the forecasts and mean errors, (B, H) each, of what is read (B, I)."""
+        """Returns the forecasts and mean errors, (B, H) each, from inputs (B, I)."""
         return a.double() @ self.weight, self.spread.expand(len(a), -1)
 
 
@@ -94,14 +94,14 @@ def is_more_exact(
 def is_close(error: Tensor, best: Tensor, apart: float, doubt: float = _DOUBT) -> bool:
     """Says whether the mean error of windows is within `doubt` standard errors of the best.
 
-    `apart` is how many windows that do not overlap the same data would give.
+    `apart` is how many windows without overlap the same data would give.
     """
     behind = error - best
     return float(behind.mean()) <= doubt * float(behind.std(correction=0)) / max(1, apart) ** 0.5
 
 
 def windows_apart(cuts: Tensor, horizon: int) -> float:
-    """Returns how many windows that do not overlap the same data would give."""
+    """Returns how many windows without overlap the same data would give."""
     series = len(cuts[:, 0].unique())
     return (len(cuts) - series) / horizon + series
 

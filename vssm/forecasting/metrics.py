@@ -8,7 +8,7 @@
 E|X - X'| is the mean over all pairs of different paths, so that the expected crps does not depend
 on S. crps is in deviations of the series before the windows.
 
-Legend: paths (W, S, H) of W windows; y (W, H), what came.
+Legend: paths (W, S, H) of W windows; y (W, H), the true values.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """The model under a forecaster: how it is built, scored and sampled on windows of a panel.
 
-A vssm is one of known="any": the history is known, the horizon is made, cells that are missing are
-neither, covariates are given. The other kinds continue a prefix. They read missing values as the
-centre of the window, and have no covariates.
+A vssm has known="any": the history is known, the horizon is drawn, missing cells are neither, and
+covariates are given. The other kinds continue a prefix. They read missing values as the centre of
+the window, and have no covariates.
 
 Legend: B windows of T steps of P points; S paths of each.
 """

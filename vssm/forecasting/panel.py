@@ -4,9 +4,9 @@
             columns are covariates. Without unique_id the table is one series.
     wide    a column for each series; the dates are the index or a column
 
-Every series is laid on the grid of dates of its frequency, from its first date to its last. Rows
-and cells that are missing are NaN. Covariates are known in the future, or of the past only, or
-static: one number for each series.
+Every series is laid on the grid of dates of its frequency, from its first date to its last. Missing
+rows and cells are NaN. A covariate is known in the future, or known in the past only, or static:
+one number for each series.
 
 Legend: a series has N dates; F covariates known in the future, then those of the past.
 """
@@ -110,7 +110,7 @@ def read_panel(
 
     Arguments:
         df: The table.
-        freq: The time from one date to the next, in pandas's letters; found in the dates if None.
+        freq: The time from one date to the next, as a pandas frequency; found in the dates if None.
         future: Columns of covariates that are known in the future.
         past: Columns of covariates that are known up to now. By default, in a long table, all other
             columns that change inside a series.
@@ -159,7 +159,7 @@ def _without_named_index(df: "pandas.DataFrame") -> "pandas.DataFrame":
 
 
 def _check_columns(df: "pandas.DataFrame", named: tuple[str, ...]) -> None:
-    """Raises unless a table has rows, and each column that is named once."""
+    """Raises unless a table has rows, and has each named column once."""
     if not len(df):
         raise ValueError("the table has no rows; give one row for each date")
     if df.columns.nlevels > 1:
@@ -310,7 +310,7 @@ def _sort_columns(
 
 
 def _step(groups: dict[Any, "pandas.DataFrame"], freq: Any) -> "pandas.DateOffset":  # noqa: ANN401
-    """Returns the step from one date to the next: the given one, or that of the longest series."""
+    """Returns the step between dates: the given one, or the usual one of the longest series."""
     from pandas.tseries.frequencies import to_offset
 
     if freq is not None:

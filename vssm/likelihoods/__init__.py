@@ -1,4 +1,4 @@
-"""How likely data is under a model.
+"""Likelihoods: how likely data is under a model.
 
     autoregressive   log p(x_{C+1:T} | x_{1:C}), exact
     vssm, tvae       log 1/K sum_k p(x|z^k) p(z^k) / q_psi(z^k|x)                       C = 0
@@ -10,9 +10,9 @@
 with z^k drawn from the posterior (importance sampling; Burda et al., 2016). In expectation these
 are lower bounds on log p that tighten with K: for C = 0, and for a model with levels at any C. For
 vssm and tvae at C > 0 it is a bound on the log of the sum over z of p(x_{C+1:T}|z)
-q_omega(z|x_{1:C}). For vrnn at C > 0 it is a difference of two bounds, and no bound. The sum over k
-is streamed: memory does not grow with K. `vssm.likelihoods.particles` gives closer estimates of the
-same by a particle filter.
+q_omega(z|x_{1:C}). For vrnn at C > 0 it is a difference of two bounds, not a bound. The sum over k
+is streamed: memory does not grow with K. `vssm.likelihoods.particles` gives closer estimates by a
+particle filter.
 
 Legend: x (B, T, D) or tokens (B, T); K `num_samples`; C `prompt_length`, `cut`.
 """
@@ -84,13 +84,13 @@ def log_likelihood(
         lengths: The number of real steps of each row, (B,), if the rest is padding.
         method: "importance", as in the paper, or "particles", a particle filter, which comes much
             closer to log p(x) with as many draws but takes the steps one after the other. A model
-            with levels has "importance" alone.
-        rows: Which rows of the noise the sequences draw from, or the first of these; 0 to B - 1 by
-            default. A part of a batch with its own rows has the estimates that it has in the whole.
+            with levels or known="any" has only "importance".
+        rows: Which rows of the noise the sequences draw from, or the first of them; 0 to B - 1 by
+            default. Part of a batch, with its own rows, has the same estimates as in the whole.
         known: For models with known="any": which entries are given, bool, of the shape of x or (B,
             T); the first C steps by default. Entries that are NaN are missing: neither given nor
             scored.
-        passes: S, for models with known="any": the passes in which the unknown entries are made.
+        passes: S, for models with known="any": the passes in which the unknown entries are drawn.
 
     Returns:
         Nats, (B,).

@@ -1,4 +1,4 @@
-"""How likely data is, by a particle filter: importance sampling that goes on from its better draws.
+"""Likelihoods by a particle filter: importance sampling that continues from its better draws.
 
     z_t^k ~ q_psi(z_t | x_{1:t}),    w_k <- w_k p(x_t | z_{1:t}^k) p(z_t^k) / q_psi(z_t^k | x_{1:t})
     where few draws have most of the weight, (sum_k w_k)^2 < K/2 sum_k w_k^2:
@@ -6,9 +6,9 @@
 
 Importance sampling multiplies the weights of all steps, until one draw of K has nearly all the
 weight. Here many draws count at every step, so the estimate is much closer to log p(x). It is still
-a lower bound in expectation, because the mean of its exponential is p(x); for a vrnn with a prompt,
-a difference of two estimates, it is not. The price: steps one after the other, and K sequences in
-memory at once.
+a lower bound in expectation, because the mean of its exponential is p(x). For a vrnn with a prompt
+it is not a bound, because it is a difference of two estimates. The filter takes the steps one after
+the other, and holds K sequences in memory at once.
 
 References:
     Novel approach to nonlinear/non-Gaussian Bayesian state estimation (Gordon et al., 1993)

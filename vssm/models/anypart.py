@@ -1,6 +1,6 @@
 """A vssm that conditions on any known part of a sequence, not only on a prefix.
 
-    K, R                   the entries (t, d) that are known, and those to be made now
+    K, R                   the entries (t, d) that are known, and the entries to draw now
     input                  e_t = E [x_K, K, R]_t                     zeros where x is not known
     level l = 1 ... L      h = block_l(h)
                            p(z^l_t | z^{<l}, x_K, R)      = D(z^l_t | P_l h_t)
@@ -10,29 +10,29 @@
     likelihood             p(x_R | z, x_K) = prod_{(t,d) in R} P(x_td | w_td)        w = f_dec(h)
 
 With `spans`, s_l steps share a latent of level l, z^l_a with a = s_l floor(t / s_l): the first
-levels then settle what a whole window has to agree on. With span 1 every step has its own.
+levels then settle what a whole window must agree on. With span 1 every step has its own latents.
 
-Latents let entries agree that are made at once. In many passes few are, so a model with
-`latent_passes` draws none in more passes than that. Such a pass reads all unknown entries as R, and
-p(x_R | x_K) is a product over entries, of which any part can be made.
+Latents make the entries agree that are drawn at once. In many passes these are few, so a model with
+`latent_passes` draws no latents in more passes than that. A pass without latents reads all unknown
+entries as R. There p(x_R | x_K) is a product over entries, so the pass may draw only some of them.
 
 With `interpolate`, the input has straight lines between the known entries of a feature, the
-evidence has what differs from them, and p(x_R | z, x_K) has its location relative to them. So a
-smooth series need not be learnt. With a `season`, the input also has lines between entries that are
-a season apart.
+evidence has the difference of x from these lines, and p(x_R | z, x_K) has its location relative to
+them. So the model need not learn that a series is smooth. With a `season`, the input also has lines
+between entries that are a season apart.
 
 An entry in neither K nor R is missing: it is not read and not scored. A prompt is a prefix K; a gap
 in a series, a hole in an image and the middle of a text are other sets K. Columns that are always
-known and never made (`given`: labels, prices, holidays) are in K everywhere.
+known and never drawn (`given`: labels, prices, holidays) are in K everywhere.
 
 Blocks take turns reading forwards and backwards. A block that reads forwards reads the whole
-sequence and carries its state. One that reads backwards starts anew in each window of `window`
-steps. So whole windows can be made one after the other from a state of constant size, with the
-result of making them at once.
+sequence and carries its state. A block that reads backwards starts anew in each window of `window`
+steps. So whole windows can be drawn one after the other from a state of constant size, with the
+same result as all at once.
 
-Legend: x (B, T, D), or (B, T) tokens, which are one entry a step; known K, made R, of the shape of
-x, bool; z (B, T, Z), of which each level has Z / L components in turn; A = T / s_l latents of a
-level; h (B, T, width); T is a multiple of the window, and the window of each span.
+Legend: x (B, T, D), or (B, T) tokens, one entry per step; known K, made R, of the shape of x, bool;
+z (B, T, Z), of which each level has Z / L components in turn; A = T / s_l latents of a level; h (B,
+T, width); T is a multiple of the window, and the window of each span.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,7 +58,7 @@ N).
 
 
 class Part(NamedTuple):
-    """Sequences, which of their entries are known, and which are to be made now."""
+    """Sequences, with the entries that are known and the entries to draw now."""
 
     x: Tensor
     """(B, T, D), or tokens (B, T); any finite number outside of K and R."""
@@ -71,16 +71,16 @@ class Part(NamedTuple):
 
     @property
     def live(self) -> Tensor:
-        """Which steps have an entry to be made with latents, (B, T)."""
+        """Which steps have an entry to draw with latents, (B, T)."""
         made = self.made if self.made.ndim == 2 else self.made.any(-1)
         return made & self.latent[:, None] if isinstance(self.latent, Tensor) else made
 
     def live_latents(self, span: int) -> Tensor:
-        """Returns which latents of a level speak for a live step, (B, A)."""
+        """Returns which latents of a level cover a live step, (B, A)."""
         return self.live if span == 1 else self.live.unflatten(1, (-1, span)).any(-1)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Part":
-        """Returns what a function makes of each tensor."""
+        """Returns the part with a function applied to each tensor."""
         return Part._make(function(v) if isinstance(v, Tensor) else v for v in self)
 
     def repeat(self, times: int) -> "Part":
@@ -108,7 +108,7 @@ def order_of_passes(unknown: Tensor, noise: Tensor, window: int, passes: Tensor 
     """
     windows = unknown.shape[0], unknown.shape[1] // window, -1
     flat = unknown.reshape(windows)
-    key = torch.where(flat, noise.reshape(windows), 2.0)  # entries that are not unknown come last
+    key = torch.where(flat, noise.reshape(windows), 2.0)  # other entries come last
     rank = key.argsort(dim=-1, stable=True).argsort(dim=-1)
     count = flat.sum(-1, keepdim=True).clamp(min=1)
     parts = passes.view(-1, 1, 1) if isinstance(passes, Tensor) else passes
@@ -128,12 +128,12 @@ def interpolate(
         window: Steps in a window.
         season: P, a divisor of the window. With P > 1, every P-th step is a sequence of its own,
             such as the same hour of all days.
-        otherwise: What a line is where none is known, of the shape of x; 0 by default.
+        otherwise: The line where no entry is known, of the shape of x; 0 by default.
 
     Returns:
         The lines, of the shape of x, and how unsure they are: log(1 + l r / (l + r)), l steps after
-        a known entry and r before the next, as of the variance of a random walk between the two.
-        Where there is no such entry, l or r is the length of the sequence.
+        a known entry and r before the next; l r / (l + r) is the variance of a random walk between
+        the two. Where there is no such entry, l or r is the length of the sequence.
 
     Example:
         >>> x = torch.tensor([[1.0, 9.0, 9.0, 4.0, 9.0, 9.0]])[..., None]
@@ -208,10 +208,10 @@ class AnyPart(BaseModel):
         """Goes down all levels; returns p(x_R | z, x_K), and the state after the last window.
 
         Arguments:
-            part: The sequences, with what is known and what is to be made.
-            draw: Makes the latents of a level; only live ones are used. None if none is live.
+            part: The sequences, with their known entries and the entries to draw.
+            draw: Draws the latents of a level; only live ones are used. None if none is live.
             state: The state after the windows before.
-            length: The first steps, of which to return the distribution; all by default.
+            length: How many steps to return the distribution of, the first ones; all by default.
         """
         blocks = _Directions(self.config.window, state)
         live = part.live[..., None]
@@ -233,9 +233,9 @@ class AnyPart(BaseModel):
         return self.head(w[:, :length]), State(blocks.after, position)
 
     def evidence(self, part: Part) -> tuple[Tensor, ...]:
-        """Returns f_l(x_K, x_R, R), what the posterior of each level knows, L times (B, A, width).
+        """Returns f_l(x_K, x_R, R), the evidence of each level's posterior, L times (B, A, width).
 
-        It reads the whole sequence both ways.
+        The evidence reads the whole sequence in both directions.
         """
         lines, there = self._lines(part), part.known | part.made
         values = torch.where(there, part.x - lines[0], 0) if lines else part.x
@@ -252,7 +252,7 @@ class AnyPart(BaseModel):
         return torch.where(made, p_x.entry_log_prob(x), 0).flatten(1).sum(1)
 
     def part_of_pass(self, x: Tensor, known: Tensor, order: Tensor, s: int, passes: int) -> Part:
-        """Returns what pass s of S reads.
+        """Returns the part that pass s of S reads.
 
         Arguments:
             x: The sequences.
@@ -266,10 +266,11 @@ class AnyPart(BaseModel):
         return Part(x, known | ((order >= 0) & (order < s)), made, latent)
 
     def _lines(self, part: Part) -> list[Tensor]:
-        """Returns the lines of the known entries and what else the network reads of them.
+        """Returns the lines between known entries, and how unsure they are; nothing without
+        `interpolate`.
 
-        Nothing without `interpolate`. With a `season`, lines between entries a season apart follow,
-        as what they differ by.
+        With a `season`, the lines between entries a season apart follow, minus the first lines, and
+        how unsure they are.
         """
         window, season = self.config.window, self.config.season
         if not self.config.interpolate:
@@ -318,9 +319,9 @@ class _Directions:
 
 
 class _EntryEmbedding(nn.Module):
-    """Embeds the known values of a step, and which of its entries are known and to be made.
+    """Embeds the known values of a step, and which of its entries are known and which to draw.
 
-    With `interpolate`, it takes values everywhere and `more` of the lines they come from.
+    With `interpolate`, x has values everywhere, and `more` describes the lines.
     """
 
     def __init__(self, config: ModelConfig) -> None:

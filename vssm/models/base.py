@@ -1,4 +1,4 @@
-"""What all models have in common: a config, an observation head, and how they show themselves."""
+"""The base of all models: a config, an observation head, and a text for notebooks and terminals."""
 
 import dataclasses
 from typing import Any
@@ -30,9 +30,9 @@ class BaseModel(nn.Module):
         self.head: Head = make_head(config.head, made, config.sigma, config.mixtures, config.bins)
 
     def forward(self, *_: Any, **__: Any) -> Any:  # noqa: ANN401
-        """Raises, in place of PyTorch, and says what to call."""
+        """Raises an error that says what to call instead."""
         raise NotImplementedError(
-            f"a {self.config.kind} is not called itself; call vssm.objective(model, x), "
+            f"a {self.config.kind} model cannot be called; use vssm.objective(model, x), "
             "vssm.log_likelihood(model, x) or vssm.generate(model)"
         )
 

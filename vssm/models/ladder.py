@@ -15,11 +15,12 @@ paper's partial posterior (C > 0) and the decoder. The evidence f reads the whol
 directions (backwards only, with one layer). Training and likelihoods use it, generation does not:
 generation is causal, so chunks, resuming and states of constant size work as in a plain vssm.
 
-A level is a `Rung`. A latent of a level with span s speaks for s steps. It is drawn at the first of
-them, a_l(t) = C + 1 + s floor((t - C - 1) / s), from the evidence of all s, and tells each step
-something else (E_l z has a row for each). Spans that become shorter from level to level let many
-steps agree once: first the whole, then its parts. With span 1, a_l(t) = t. A state holds the
-latents that speak for steps to come; the steps after a prompt begin with new ones.
+A level is a `Rung`. A latent of a level with span s covers s steps. It is drawn at the first of
+them, a_l(t) = C + 1 + s floor((t - C - 1) / s), from the evidence of all s, and adds another vector
+to each step (E_l z has a row for each). With spans that become shorter from level to level, one
+latent settles what many steps share: first the whole sequence, then its parts. With span 1,
+a_l(t) = t. A state holds the latents that cover steps to come; the steps after a prompt begin with
+new ones.
 
 Legend: x (B, T, D), or (B, T) tokens; z (B, T, Z), of which each level has its Z / L components in
 turn; h (B, T, width); C the cut, or length of the prompt, one for each row in training; L `levels`;
@@ -48,18 +49,18 @@ N).
 
 
 class Task(NamedTuple):
-    """Sequences of which the first steps are known and the others are to be explained."""
+    """Sequences whose first steps are known; latents explain the others."""
 
     e: Tensor
     """The input, (B, T, width)."""
     cut: Tensor
     """C, the steps that are known, (B,)."""
     new: Tensor
-    """Which steps are to be explained, (B, T)."""
+    """Which steps the latents explain, (B, T)."""
     live: tuple[Tensor, ...]
-    """Which latents of each level there are, L times (B, A): others begin after the last step."""
+    """Which latents of each level are in use, L times (B, A): others begin after the last step."""
     evidence: tuple[Tensor, ...]
-    """What the posterior of each level knows, L times (B, A, width)."""
+    """The evidence of each level's posterior, L times (B, A, width)."""
 
     def repeat(self, times: int) -> "Task":
         """Returns the batch `times` times."""
@@ -79,7 +80,7 @@ class Rung(nn.Module):
 
     Arguments:
         config: The model, with all blocks that h goes through.
-        span: The steps that each latent speaks for.
+        span: The steps that each latent covers.
     """
 
     latents: int
@@ -125,20 +126,20 @@ class Rung(nn.Module):
         return h if self.span == 1 else _take(h, self.starts(cut, h.shape[1]), past=h.shape[1])
 
     def read(self, f: Tensor, cut: Tensor) -> Tensor:
-        """Makes one of what was read (B, T, width) of all steps that a latent speaks for, (B, A,
-        width).
+        """Joins the evidence f (B, T, width) of the steps that each latent covers to one vector,
+        (B, A, width).
         """
         first = self.starts(cut, f.shape[1])[..., None]
         steps = (first + torch.arange(self.span, device=cut.device)).flatten(1)
         return self.gather_spans(_take(f, steps, past=steps.shape[1]))
 
     def gather_spans(self, f: Tensor) -> Tensor:
-        """Makes one of each span of steps, (B, T, width) to (B, T / span, width)."""
+        """Joins each span of steps to one vector, (B, T, width) to (B, T / span, width)."""
         assert self.gather is not None
         return self.gather(f.unflatten(1, (-1, self.span)).flatten(2))
 
     def joined(self, z: Tensor | None, held: Tensor | None) -> tuple[Tensor, int]:
-        """Joins held latents with new ones; also returns how many steps the held ones spoke for."""
+        """Joins held latents with new ones; also returns how many steps the held ones covered."""
         if held is None:
             assert z is not None
             return z, 0
@@ -240,12 +241,12 @@ class Ladder(BaseModel):
 
         Arguments:
             e: The input of the steps, (B, T, width).
-            draw: Makes the latents of a level that begin in these steps, if any do; None where all
-                steps are known, which have none.
-            state: What came before; with a `draw` and no `cut`, also the latents that still speak.
+            draw: Draws the latents of a level that begin in these steps, if any do; None if all
+                steps are known, because known steps have no latents.
+            state: The state before; with a `draw` and no `cut`, it holds the latents in use.
             cut: C, the steps that have no latents, (B,), in training and for likelihoods: latents
-                begin after it, and the state is not one to go on from. All steps are new by
-                default.
+                begin after them, and the returned state cannot be continued. By default all steps
+                are new.
         """
         children: dict[str, Tensor | State] = {}
         h = e.float() if torch.is_autocast_enabled(e.device.type) else e  # as in `Stack.run`
@@ -273,7 +274,7 @@ class Ladder(BaseModel):
         return self.head(w), State(children, w.shape[1] + (0 if state is None else state.position))
 
     def held(self, level: int, state: State | None) -> Tensor | None:
-        """Returns the latents of a level that speak for the next steps, or None."""
+        """Returns the latents of a level that cover the next steps, or None."""
         name = f"held{level}"
         return None if state is None or name not in state.children else state[name]
 
@@ -294,8 +295,8 @@ class Ladder(BaseModel):
         return rung
 
     def _read(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        """Returns what the encoder makes of x, (B, T, width): blocks backwards and forwards take
-        turns.
+        """Returns the output of the encoder, (B, T, width): its blocks read backwards and forwards
+        in turns.
         """
         stack, turned = self.evidence, None
         if lengths is not None:  # padding stays at the end, where no block sees it

@@ -6,7 +6,7 @@ block.
     partial posterior  q_omega(z_t | x_{1:min(C,t)}) = D(z_t | v̄_t)   v̄ = f_par(x_{1:C}, ∅, ...)
     likelihood         p_phi(x_t | z_{1:t})          = P(x_t | w_t)   w = f_dec(z)
 
-Given z the x_t are independent, and given x the z_t are: everything is drawn at once.
+Given z the x_t are independent, and given x the z_t are. So everything is drawn at once.
 
 Legend: x (B, T, D), or (B, T) tokens; z (B, T, Z) classes, or (B, T, Z, N) one-hot in training;
 v, v̄ (B, T, Z, N); w (B, T, size of the head); C the cut, or length of the prompt.
@@ -62,10 +62,10 @@ class Variational(BaseModel):
         """Returns q_omega(z_t | x_{1:min(C,t)}) for the steps of x and `empty` steps after it.
 
         Arguments:
-            x: What is known, (B, C, D); may be missing when there are empty steps.
+            x: The known steps, (B, C, D); may be missing when there are empty steps.
             cut: For training, one length C for each row, (B,): steps of x from C on are hidden.
             empty: The number of empty tokens after x.
-            state: The state to go on from.
+            state: The state to continue from.
         """
         batch = len(x) if x is not None else 1 if state is None else state.batch
         e = self.partial.blanks(batch, empty)

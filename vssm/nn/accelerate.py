@@ -1,7 +1,7 @@
 """Runs the Mamba and FalconMamba models of transformers on the kernels of this package.
 
-    handle = vssm.accelerate(model)      # from here on the model trains and generates faster
-    handle.undo()                        # and from here on it runs its own code again
+    handle = vssm.accelerate(model)      # from now on the model trains and generates faster
+    handle.undo()                        # from now on it runs its own code again
 
 The `forward` of every mixer and of every `nn.Linear` of the model is replaced, and nothing else:
 weights, caches, arguments and results are those of transformers. A mixer computes
@@ -53,8 +53,8 @@ def accelerate(model: nn.Module) -> Acceleration:
     """Makes a Mamba or FalconMamba model of transformers run on the kernels of this package.
 
     Training, prompts, decoding with a cache and padded batches give the results of transformers'
-    own code, to rounding. One result differs: several tokens that follow a cache continue from
-    its state, as the documentation of transformers says, where its own code starts from zero.
+    own code, up to rounding. One result differs: several tokens that follow a cache continue from
+    its state, as the documentation of transformers says; its own code starts from zero.
 
     Arguments:
         model: The model, or a module that contains one. It may be accelerated already.

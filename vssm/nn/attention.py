@@ -82,7 +82,7 @@ def reserve(state: State, length: int) -> State:
     """Copies every key-value cache in the tree into buffers with room for `length` more steps.
 
     A loop can then append in place instead of copying the cache at every step. The buffers belong
-    to that loop: what it hands out goes through `trim` first, so that no two states share room.
+    to that loop: it passes its final state through `trim`, so that no two states share room.
     """
     if "k" not in state.children:
         children = {

@@ -54,7 +54,7 @@ class GRUBlock(nn.Module):
 
 
 def join_weights(model: nn.Module) -> None:
-    """Lays the copied weights of GRUs side by side, or cuDNN would do so at every call."""
+    """Lays the copied weights of GRUs side by side; otherwise cuDNN would do so at every call."""
     for part in model.modules():
         if isinstance(part, nn.GRU):
             part.flatten_parameters()

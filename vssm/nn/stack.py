@@ -45,8 +45,8 @@ def first_weight(model: nn.Module) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """Creates an `nn.Linear`, same parameters and same numbers, that is fast without gradients on
-    CUDA.
+    """Creates an `nn.Linear` that is fast without gradients on CUDA; parameters and results are the
+    same.
 
     Example:
         >>> layer, x = Linear(3, 2), torch.ones(4, 3)
@@ -87,7 +87,7 @@ def apply_in_halves(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class RMSNorm(nn.RMSNorm):
-    """Creates an `nn.RMSNorm`, same parameter and same numbers, for use before a matrix product.
+    """Creates an `nn.RMSNorm` for use before a matrix product; parameter and results are the same.
 
     Under autocast the result has the dtype of that product, and is cast once for several products.
 
@@ -124,7 +124,7 @@ class LatentEmbedding(nn.Module):
 
     def __init__(self, latents: int, classes: int, width: int) -> None:
         super().__init__()
-        # Z rows are summed: this scale makes the sum of unit variance.
+        # Z rows are summed: this scale gives the sum unit variance.
         self.weight: nn.Parameter = nn.Parameter(
             torch.randn(latents * classes, width) / math.sqrt(latents)
         )

@@ -1,10 +1,10 @@
-"""The state of a sequence model: what it must remember to go on, and nothing else.
+"""The state of a sequence model: everything that it must remember to continue, and nothing else.
 
 A `State` is a tree of tensors whose first dimension is the batch, plus the position, the number of
-steps that were read. Blocks, stacks and models all return one, nested: a Mamba block keeps `conv`
-(B, d_conv - 1, D) and `ssm` (B, D, N); an attention block `k` and `v` (B, heads, steps, size); a
-GRU block `h` (B, width). Functions return new states and leave the old ones usable, so a state can
-be continued many times.
+steps that were read. Blocks, stacks and models all return a state; the states are nested. A Mamba
+block keeps `conv` (B, d_conv - 1, D) and `ssm` (B, D, N), an attention block `k` and `v` (B, heads,
+steps, size), a GRU block `h` (B, width). Functions return new states and leave the old ones usable,
+so a state can be continued many times.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ _SHOWN = 2  # tensors
 class State:
     """Creates a state from named tensors (batch first) and nested states.
 
-    Tensors may be views that rows or states share: they are not to be written to.
+    Tensors may be views that rows or states share: do not write to them.
 
     Example:
         >>> state = State({"h": torch.arange(3.0)[:, None]}, position=7)
@@ -111,7 +111,7 @@ class State:
         return self.map(lambda tensor: tensor.to(found))
 
     def select(self, index: "Tensor | list[int]") -> "State":
-        """Picks, reorders or repeats batch rows; each row keeps its own noise."""
+        """Picks, reorders or repeats rows of the batch; each row keeps its own noise."""
         rows = whole_numbers("index", index, self.device)
         if rows.ndim != 1 or bool(((rows < -self.batch) | (rows >= self.batch)).any()):
             raise ValueError(f"index is {shown(index)}; it must hold rows below {self.batch}")
@@ -120,10 +120,10 @@ class State:
     def repeat(self, times: int) -> "State":
         """Repeats every row `times` times, next to each other; every copy gets noise of its own.
 
-        The copies continue differently, from one another, from the row itself and from the copies
-        of any other row (`vssm.noise.fork`). Copies are numbered: copy c is the same in every call
-        on this state. Copies share what the row has read: a vssm, tvae or vrnn has drawn its
-        latents once for all of them. `observe(..., num=times)` draws them for every copy.
+        The copies continue differently from one another, from the row itself and from the copies of
+        any other row (`vssm.noise.fork`). Copies are numbered: copy c is the same in every call on
+        this state. Copies share the past of the row: a vssm, tvae or vrnn has drawn its latents
+        once for all of them. `observe(..., num=times)` draws them for every copy.
         """
         times = whole_number("times", times, 1)
         state = self.map(lambda tensor: tensor.repeat_interleave(times, 0))
@@ -166,7 +166,7 @@ class State:
             else:
                 parts = [state[name] for state in states]
                 shapes = {tuple(part.shape[1:]) for part in parts}
-                if len(shapes) > 1:  # for example latents that speak for steps to come
+                if len(shapes) > 1:  # for example latents that cover steps to come
                     raise ValueError(
                         f"states have {name!r} of shapes {sorted(shapes)}; "
                         "join states that began at the same position"
@@ -188,7 +188,7 @@ class State:
         write_atomically(path, lambda file: file.write_bytes(content))
 
     def to_bytes(self) -> bytes:
-        """Returns what `save` writes: a safetensors file."""
+        """Returns the content of the safetensors file that `save` writes."""
         return pack(self)
 
     @classmethod
@@ -200,7 +200,7 @@ class State:
 
     @classmethod
     def from_bytes(cls, content: bytes, device: torch.device | str = "cpu") -> "State":
-        """Reads what `to_bytes` gave.
+        """Reads a state from the bytes that `to_bytes` returned.
 
         Example:
             >>> state = State({"h": torch.ones(1, 2)}, position=3)

@@ -1,7 +1,7 @@
 """States as safetensors files: tensors under their paths, positions and owner in the metadata.
 
-A file may be damaged, foreign or made up by somebody. `unpack` names what is wrong with it and
-never returns half a state.
+A file may be damaged, of another program, or forged. `unpack` says what is wrong with it and never
+returns half a state.
 """
 
 import json
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["is_packed_at", "pack", "unpack"]
 
 _FORMAT = "vssm-state-1"
-_DEEPEST = 16  # states in one another; those of the models are four
+_DEEPEST = 16  # levels of nested states; the models have four
 
 
 def pack(state: "State") -> bytes:
@@ -50,7 +50,7 @@ def unpack(cls: "type[State]", content: bytes, name: str) -> "State":
     Arguments:
         cls: The class `State`.
         content: The content of the file.
-        name: What messages call it.
+        name: The name of the file in messages.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load

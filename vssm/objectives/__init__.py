@@ -1,4 +1,4 @@
-"""What training maximises, as pure functions of a model and a batch.
+"""The objectives that training maximises, as pure functions of a model and a batch.
 
     Autoregressive     log p(x_{1:T})
     Variational        ELBO  = E_{q_psi(z|x)} log p_phi(x|z) - KL(q_psi(z|x) || uniform)
@@ -97,21 +97,21 @@ def objective(
 ) -> Terms:
     """Scores a batch of sequences for training.
 
-    On a CPU the values of x are checked; on a GPU only its shape and dtype are, since reading
-    values would wait for the device.
+    On a CPU the values of x are checked. On a GPU only its shape and dtype are checked, because
+    reading values would wait for the device.
 
     Arguments:
         model: Any of the six models.
         x: The sequences, (B, T, D), or (B, T) tokens.
         generator: The source of the random draws; torch's own if not given.
-        shard: Which part of a larger batch x is, (index, count) of equal parts. The draws are those
-            of the whole batch, so that the parts together give what the whole gives.
+        shard: Which part of a larger batch x is, (index, count) of equal parts. Each part gets its
+            rows of the draws of the whole batch, so all parts together give the terms of the whole.
         lengths: The number of real steps of each row, (B,), if the rest is padding. The models are
             causal, so padding changes nothing before it.
         kl_weight: Weight of the KL in the loss: a number, or one for each row, (B,); 1 if not
             given. It does not change the other terms.
         known: For models with known="any": which entries of x are there, bool, of the shape of x or
-            (B, T). The others are missing: neither read nor scored. By default those that are NaN.
+            (B, T). The others are missing: neither read nor scored. By default NaN is missing.
 
     Returns:
         The named terms, each (B,), differentiable; a trainer minimises `terms.loss.mean()`.

@@ -32,7 +32,7 @@ _SHARES_OF_TOKENS = {"nothing": 0.35, "prefix": 0.2, "random": 0.3, "steps": 0.1
 
 
 def random_masks(batch: int, length: int, columns: int, uniform: Callable[..., Tensor]) -> Tensor:
-    """Draws what is known of each sequence in a training step, (B, T, D).
+    """Draws the mask of known entries of each sequence in a training step, (B, T, D).
 
     Arguments:
         batch: B.
@@ -74,12 +74,12 @@ def _inside(places: Tensor, first: Tensor, size: Tensor, length: int) -> Tensor:
 
 
 def named_mask(name: str, length: int, columns: int, noise: Tensor) -> Tensor:
-    """Returns what is known by a name.
+    """Returns the mask of a name, (B, T, D), True where an entry is known.
 
     Arguments:
-        name: "prefix" for the first half of the steps; "random:P" for entries that are unknown with
-            probability P; "block:N" for N steps in the middle that are unknown, or "hole:N" for N
-            columns of them.
+        name: "prefix" if the first half of the steps is known; "random:P" if each entry is unknown
+            with probability P; "block:N" if N steps in the middle are unknown; "hole:N" if only N
+            columns of these N steps are unknown.
         length: T.
         columns: D, 1 for tokens.
         noise: Uniform numbers (B, T, D), for "random".

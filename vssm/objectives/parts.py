@@ -2,13 +2,13 @@
 
     S ELBO of log p(x_R | x_K)
 
-The unknown entries are divided at random into S parts, of which one is R and those before it are in
-K. So in expectation this bounds log p of all unknown entries, made in S passes. S is one of 1, 2,
-4, ..., small ones more often: the fewer the passes, the more there is to learn.
+The unknown entries are divided at random into S parts. One part is R, and the parts before it are
+in K. So in expectation this bounds log p of all unknown entries, drawn in S passes. S is one of 1,
+2, 4, ..., and small numbers are more frequent: the fewer the passes, the more there is to learn.
 
-Without latents (S > `latent_passes`) a pass s can be scored on all entries U that are unknown then,
-each of which is in R with probability 1 / (S - s), s = 0, 1, ...: the same expectation from many
-more entries.
+Without latents (S > `latent_passes`), pass s can be scored on all entries that are unknown then.
+Each of them is in R with probability 1 / (S - s), s = 0, 1, ... So the expectation is the same, and
+it is estimated from many more entries.
 
 Legend: x (B, T, D) or tokens (B, T); `there`, the entries that are in the data, of the shape of x.
 """
@@ -58,7 +58,7 @@ def bound_of_part(
 
     Arguments:
         model: The model.
-        part: Whole windows, with what is known and what is to be made.
+        part: Whole windows, with their known entries and the entries to score.
         gumbel: From sizes (A, Z / L, N) to uniform numbers in (0, 1), (B, A, Z / L, N).
     """
     evidence, device = model.evidence(part), part.x.device
@@ -80,7 +80,7 @@ def bound_of_part(
 def _random_part(
     model: AnyPart, x: Tensor, there: Tensor, share: Callable[..., Tensor]
 ) -> tuple[Part, Tensor]:
-    """Draws what is known of x and what is to be made; also returns the weight of each row."""
+    """Draws the known entries of x and the entries to score; also returns each row's weight."""
     columns = 1 if x.ndim == 2 else x.shape[2]
     most = min(_MOST_PASSES, model.config.window * columns)
     doublings = most.bit_length()  # 1, 2, 4, ... up to `most`
@@ -111,7 +111,7 @@ def for_entries(mask: Tensor, x: Tensor) -> Tensor:
 def there_and_finite(
     model: AnyPart, x: Tensor, known: Tensor | None, wait: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Checks sequences of which entries may be missing, and the mask of those that are there.
+    """Checks sequences with missing entries, and the mask of the entries that are there.
 
     Returns x with finite numbers everywhere, tokens as int64, and the mask, of the shape of x.
     """

@@ -1,16 +1,16 @@
-"""A server that batches, streams and resumes, and its page.
+"""The HTTP server, which batches, streams and resumes, and its page.
 
 | module | what |
 | --- | --- |
 | `settings` | every limit |
 | `errors` | the one form of every refusal |
-| `models` | what is served under a name: a model with its data, or a forecaster |
+| `models` | the models and forecasters that are served, by name |
 | `calls` | a request as a series of calls of bounded size |
-| `worker` | whose call is next; computes calls, in batches |
+| `worker` | decides whose call is next; computes calls, in batches |
 | `states` | states that wait in the server under handles |
 | `schema` | the fields of requests; sequences to tensors |
 | `forecast` | the same for forecasts |
-| `guard` | what every request passes first: token, size, time, log and metrics |
+| `guard` | the checks that every request passes first: token, size and time; log and metrics |
 | `service` | the routes: requests to calls, results to answers |
 | `app` | the app; `page.html` and `docs.html` are the pages at / and /docs |
 | `run` | `vssm serve`, on uvicorn |

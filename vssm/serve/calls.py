@@ -1,4 +1,4 @@
-"""What a request computes: a series of calls of bounded size.
+"""A request as a series of calls of bounded size.
 
 A generator yields each `Call`, gets its result, and returns the result of the request. The calls of
 other requests are computed between them, and calls of several requests that agree are computed as

@@ -1,4 +1,4 @@
-"""POST /v1/forecast: what follows raw histories, by a saved `vssm.forecasting.Forecaster`."""
+"""POST /v1/forecast: forecasts of raw histories by a saved `vssm.forecasting.Forecaster`."""
 
 from typing import Annotated, Any, ClassVar
 

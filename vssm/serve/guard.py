@@ -1,4 +1,4 @@
-"""What every request passes first: checks of its head and body, then the log and metrics.
+"""The guard that every request passes first: it checks head and body, and keeps log and metrics.
 
 The whole body is received here, so that a slow or endless one is refused early. The log has route,
 status and time, never the content.
@@ -129,7 +129,7 @@ class Guard:
 
     def _check_head(self, scope: Scope, headers: dict[bytes, bytes]) -> Refused | None:
         hosts = self._settings.hosts
-        if hosts:  # protects from pages of other sites whose names lead here
+        if hosts:  # protects from pages of other sites whose names resolve to this server
             host = re.sub(r":\d*$", "", headers.get(b"host", b"").decode("latin1").lower())
             if host not in hosts and host[1:-1] not in hosts:  # [::1]
                 message = f"this server has another name; use {', '.join(hosts)}"

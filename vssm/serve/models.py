@@ -1,4 +1,4 @@
-"""What is served under a name: a model with its data, or a forecaster."""
+"""The models and forecasters of a server, each under its name."""
 
 import re
 from collections.abc import Sequence

@@ -83,7 +83,8 @@ class Service:
         sequences: np.ndarray | str | None = None,
         resume: str | None = None,
     ) -> Response:
-        """Reads sequences, if any, after a state, if any; then makes steps, unless to observe."""
+        """Reads sequences, if any, after a state, if any; then generates steps, unless it is a
+        request to observe."""
         began, making = time.perf_counter(), None if isinstance(ask, ObserveRequest) else ask
         served, state = self._start(ask.model, resume)
         name = "x" if making is None else "prompt"
@@ -92,7 +93,7 @@ class Service:
         steps = 0 if data is None else data.shape[1]
         position = 0 if state is None else state.position
         length = 0 if making is None else making.length or _steps_left(served, position + steps)
-        # A state of constant size remembers no single steps, so they count for nothing.
+        # A state of constant size does not keep single steps, so they are not counted.
         known = steps + (position if served.remembers_steps else 0)
         self._check_size(num, length, known, "resume" if data is None else name)
         dials = {} if making is None else _dials(making, served, num, length)
@@ -107,8 +108,8 @@ class Service:
 
     async def fill(self, request: Request, ask: FillRequest) -> Response:
         """Fills the gaps of sequences, for a model with `known` "any"; `num` samples of each.
-        Returns x, its text for a model of text, and the order: which pass made an entry, from 0; -1
-        if it was known."""
+        Returns x, its text for a model of text, and the order: the pass that filled an entry, from
+        0; -1 if the entry was known."""
         served, began = self._model(ask.model), time.perf_counter()
         x, known = read_gaps(served, ask.x)
         row, num = torch.arange(len(x)), ask.num or 1
@@ -147,7 +148,7 @@ class Service:
         return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def healthz(self) -> Response:
-        """Says that the process answers and can compute."""
+        """Answers ok if the process can compute."""
         if self._worker.failure is not None:
             raise Refused(503, "failed", self._worker.failure)
         return json_response({"status": "ok"})

@@ -33,7 +33,7 @@ from vssm.serve.settings import Settings
 __all__ = ["Done", "Job", "Scheduler", "Worker"]
 
 _log = logging.getLogger("vssm.serve")
-_UNDER_WAY = 2  # long requests that alternate, so that one that is too long does not hold up all
+_UNDER_WAY = 2  # long requests that alternate, so that a very long one does not hold up all
 _TO_COMPUTE = 0.5  # share of its time that a request must have left when it begins
 
 
@@ -41,7 +41,7 @@ class Done(NamedTuple):
     """The result of a request, or of its calls so far."""
 
     x: Any
-    """What was asked for, such as new steps; None when data were only read."""
+    """The result, such as new steps; None if data was only read."""
     state: State | None
     """Where to resume."""
     seconds: float
@@ -156,7 +156,7 @@ class Worker:
         return future
 
     def close(self) -> None:
-        """Takes no more requests; `run` returns when those that are there have ended."""
+        """Takes no more requests; `run` returns once the requests in progress have ended."""
         self._closing = True
         self._changed.set()
 
