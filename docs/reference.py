@@ -57,10 +57,10 @@ SECTIONS = {
 }
 HEAD = """# Reference
 
-Made from the docstrings by `make docs`, not by hand. Fields of `ModelConfig`, `TrainConfig` and of
-the options of data sets are also options on the command line: `--model.width`, `--train.batch`,
-`--series.path`. The help of each command lists them all. The [guide](guide.md) shows how they fit
-together."""
+`make docs` generates this page from the docstrings; do not edit it. Fields of `ModelConfig`,
+`TrainConfig` and of the options of data sets are also options on the command line:
+`--model.width`, `--train.batch`, `--series.path`. The help of each command lists them all. The
+[guide](guide.md) shows how they fit together."""
 
 
 def page() -> str:

@@ -32,7 +32,8 @@ class Fill:
     """Fills the gaps of a table, a picture or a text."""
 
     run_folder: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
-    """A run folder, a folder of vssm.save or hf://OWNER/NAME, trained with --model.known any."""
+    """A run folder, a folder of vssm.save, a shipped model's name, or hf://OWNER/NAME: a model that
+    was trained with --model.known any."""
     input: Path
     """The file with gaps: a CSV, Parquet or .npy file with empty cells or NaN, a PNG with
     transparent pixels, or a text with underscores, one for each unknown character."""

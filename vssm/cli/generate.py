@@ -27,8 +27,8 @@ class Generate:
     num: int | None = None
     """How many sequences; 16, or the rows of the prompt or state."""
     length: int | None = None
-    """How many new steps, 1 or more; by default the rest of a sequence as long as the training
-    data's (28 if that is not known)."""
+    """How many new steps, 1 or more. By default as many as complete a sequence of the length of the
+    training sequences (28 if that is not known)."""
     prompt: str | None = None
     """What comes first: a .npy file (batch, steps, features) or (steps, features), or text."""
     label: int | None = None

@@ -119,7 +119,7 @@ class SyntheticConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which data set, where it lies and how it is split."""
+    """Which data set, where it is and how it is split."""
 
     name: str = "digits"
     """One of digits, mnist, cifar10, images, text, series, arrays, synthetic."""

@@ -122,7 +122,7 @@ class Data:
 
     Arguments:
         config: The options it was opened with.
-        meta: What generation needs to know.
+        meta: The metadata, which generation needs.
         read_fit: Reads the training and validation splits.
         test: Reads the sequences to report on; training never calls it.
         files: The files it comes from; empty if it is computed or part of a package.

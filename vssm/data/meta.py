@@ -60,7 +60,7 @@ class Meta:
 
     @property
     def given(self) -> int:
-        """How many of the features, the last ones, are always known and never made."""
+        """How many features, counted from the last, are always known and never generated."""
         return (self.classes or 0) + len(self.given_columns)
 
     def without_given(self, x: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class Meta:
             raise ValueError(f"data_meta does not fit this version: {error}") from None
 
     def differing(self, other: "Meta") -> Iterator[str]:
-        """Gives the names of the fields that differ, but for rounding and for how files were read.
+        """Yields the fields that differ by more than rounding and the way in which files were read.
 
         Example:
             >>> meta = Meta(name="series", features=2, length=4, suggested_head="gaussian")

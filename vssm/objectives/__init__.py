@@ -49,7 +49,7 @@ class Terms(NamedTuple):
     reconstruction: Tensor
     """log p(x|z) for one draw of z; log p(x) for an autoregressive model."""
     kl: Tensor
-    """KL from the prior to the posterior, exact given the draw; zero without latents."""
+    """KL(posterior || prior), exact given the draw; zero without latents."""
     partial: Tensor
     """Expected log-probability of the latents under the partial posterior; for a ladder a bound on
     the log-probability of the steps after a cut; zero without either."""

@@ -52,7 +52,7 @@ def save(model: Model, folder: str | Path) -> None:
 
 
 def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
-    """Reads a model; whatever does not fit is named and nothing is half-loaded.
+    """Reads a model. An error names anything that does not fit; no model is loaded in part.
 
     Weights that carry their own config are loaded with it, with a warning if `config.json` differs.
 

@@ -161,8 +161,8 @@ def observe(
         state: The state after earlier data.
         seed: Selects the latents that are drawn for x, and the samples that are generated later.
         rows: Which rows of the noise to use.
-        num: The number of rows of the new state. Defaults to those of x or the state. One row of x
-            serves any number; a vssm or tvae reads it once and draws latents for every row.
+        num: The number of rows of the new state. Defaults to the rows of x or the state. One row of
+            x serves any number; a vssm or tvae reads it once and draws latents for every row.
 
     Example:
         >>> from vssm import ModelConfig, build, generate

@@ -57,8 +57,8 @@ def train(
     Under torchrun every process calls this with the same arguments; only the first writes.
 
     Arguments:
-        config: The run. With `resume` it may be None, for the folder's own, and may not differ from
-            the folder's own in anything that changes the result.
+        config: The settings of the run. With `resume`, None takes the settings in the folder; other
+            settings may differ from these only where that does not change the result.
         folder: The run folder, new or empty; with `resume` the folder of the run to continue.
         resume: Whether to continue from the newest good checkpoint, or from the start if there is
             none.
