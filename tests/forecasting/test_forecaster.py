@@ -119,7 +119,7 @@ def test_all_kinds_forecast():
     for kind in ("rnn", "ssm", "transformer", "tvae", "vrnn"):
         own = vssm.Forecaster(**{**SMALL, "max_steps": 2}, kind=kind).fit(weeks())
         assert np.isfinite(own.predict_samples(samples=3)).all()
-        with pytest.raises(ValueError, match="can not fill"):
+        with pytest.raises(ValueError, match="cannot fill"):
             own.fill()
 
 
@@ -197,7 +197,7 @@ def test_centres_of_windows_with_gaps():
 
 
 def test_a_regression_is_used_where_it_is_clearly_better():
-    """Noise that comes back after five days can be forecast; noise alone can not."""
+    """Noise that comes back after five days can be forecast; noise alone cannot."""
     noise = np.random.default_rng(0).normal(size=(400, 1))
     echo = noise + 3 * np.roll(noise, 5, axis=0)
     days = pandas.date_range("2022-01-01", periods=400, freq="D")

@@ -252,7 +252,7 @@ class Forecaster:
         """Forecasts the H dates after each series.
 
         Arguments:
-            df: The histories, of known or new series; those of `fit` and `update` by default.
+            df: The histories, of known or new series; by default those given to `fit` and `update`.
             samples: Paths of each series.
             quantiles: From 0 to 1, each once.
             future: The covariates that are known in the future: unique_id, ds and a column for
@@ -279,7 +279,7 @@ class Forecaster:
         return self._paths(self._read(df), samples, future)
 
     def _read(self, df: "pandas.DataFrame | None") -> Panel:
-        """Returns the panel of a table, with the columns of training; that of training if None."""
+        """Returns the panel of a table, or the panel of training if there is no table."""
         self._check_fitted()
         if df is None:
             return self.panel_
@@ -362,9 +362,9 @@ class Forecaster:
         samples: int = 200,
         stride: int | None = None,
     ) -> Backtest:
-        """Fits on what comes before the last `windows` windows of a table, then scores these.
+        """Fits on the rows before the last `windows` windows of a table, then scores those windows.
 
-        The arguments are those of `evaluate`; the result has its `table`, and a `plot`.
+        Takes the arguments of `evaluate`. The result holds its `table`, and draws a `plot`.
         """
         panel = self._read_new(df)
         windows, samples, stride = self._rolling(windows, samples, stride)
@@ -402,7 +402,7 @@ class Forecaster:
         panel = self._read(df)
         samples = whole_number("samples", samples, 1)
         if not isinstance(self.model_, AnyPart):
-            raise ValueError(f"kind={self.kind!r} can not fill gaps; use kind='vssm'")
+            raise ValueError(f"kind={self.kind!r} cannot fill gaps; use kind='vssm'")
         windows = self._windows(panel)
         values = [self._filled(windows, k, one, samples) for k, one in enumerate(panel.series)]
         table: Any = panel.to_frame(values)
@@ -527,7 +527,7 @@ class Forecaster:
         """Draws the end of each series and the middle 50, 80 and 95 % of its forecast.
 
         Arguments:
-            df: The histories; those of `fit` and `update` by default.
+            df: The histories; by default those given to `fit` and `update`.
             path: Where to save the picture, if anywhere.
             samples: Paths of each series.
             future: As for `predict`.

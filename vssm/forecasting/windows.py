@@ -109,7 +109,7 @@ def centre_and_scale(
     """Returns the centre of every point, (B, L), and the scale of every window, (B, 1).
 
     `least` (B, 1) bounds the scale from below: a history may be constant. The centre is one of
-    `CENTRES`; that of the layout by default.
+    `CENTRES`; by default the one that the layout names.
 
     Example:
         >>> layout = Layout(horizon=2, season=2, patch=2, context=4, centre="season")
@@ -237,7 +237,7 @@ class Windows:
             lowest.append(0.0 if ends else -np.inf)
             whole.append(len(there) > 0 and bool((there == there.round()).all()))
             covariates = one.covariates
-            if ahead is not None:  # those of the past end with the series
+            if ahead is not None:  # past covariates end with the series
                 missing = np.full((len(ahead[k]), len(panel.columns.past)), np.nan)
                 covariates = np.concatenate([covariates, np.hstack([ahead[k], missing])])
             after = room + len(values) - len(covariates)
@@ -337,7 +337,7 @@ class Windows:
         return torch.cat([past, moving.to(past)], 1)
 
     def _covariates(self, cuts: Tensor) -> Tensor:
-        """Returns the moving covariates, (B, L, F + past); those of the past end there."""
+        """Returns the moving covariates, (B, L, F + past). The past ones stop where the horizon starts."""
         moving = self.moving[self._places(cuts)]
         moving[:, self.layout.context :, len(self.panel.columns.future) :] = 0
         return moving
