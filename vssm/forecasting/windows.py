@@ -337,7 +337,7 @@ class Windows:
         return torch.cat([past, moving.to(past)], 1)
 
     def _covariates(self, cuts: Tensor) -> Tensor:
-        """Returns the moving covariates, (B, L, F + past). The past ones stop where the horizon starts."""
+        """Returns moving covariates, (B, L, F + past); past ones stop before the horizon."""
         moving = self.moving[self._places(cuts)]
         moving[:, self.layout.context :, len(self.panel.columns.future) :] = 0
         return moving
