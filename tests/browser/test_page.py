@@ -395,4 +395,11 @@ def test_a_first_visit_shows_digits_and_a_sample_prompt_names_its_class(browser)
         assert max(map(max, upper)) > 200 and drawn(page)[:14] == upper
         page.click("[aria-label='Sample prompt 8']")
         assert page.input_value("#class") == "8"
+        for wrong in ("44", ""):
+            page.fill("#class", wrong)
+            page.click("#go")
+            page.wait_for_selector("[role=alert]:not([hidden])")
+            message = f"Class is {wrong or 'empty'}; choose a whole number from 0 to 9."
+            assert page.inner_text("[role=alert]") == message
+            assert page.inner_text("#status") == ""
     page.close()
