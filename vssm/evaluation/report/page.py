@@ -11,6 +11,7 @@ page.html lays out: `pictures` side by side, or a `table`.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,8 +95,9 @@ def report(run_folders: Iterable[str | Path] | str | Path, out: str | Path = "re
         runs.append(run)
     if not runs:
         raise ValueError("nothing to report; give one or more run folders")
+    rows = zip_longest(*(run.pictures for run in runs))  # the samples of all runs side by side
     sections = {
-        "Samples": [{"pictures": [picture for run in runs for picture in run.pictures]}],
+        "Samples": [{"pictures": [picture for row in rows for picture in row if picture]}],
         "Training": [{"pictures": _training(runs)}],
         "Test set": [{"table": table} for table in _comparisons(runs)],
         "Runs": [{"table": _facts(runs)}],
