@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
 from vssm.checks import check_choice, check_number, name_allowed, plain_number, shown
-from vssm.data.config import DataConfig, without_retired
+from vssm.data.config import DataConfig
 from vssm.distributions import HEADS, HEADS_WITH_LOCATION, HeadName
 
 __all__ = ["FORMAT", "KINDS", "PRESETS", "Kind", "ModelConfig", "RunConfig", "TrainConfig"]
@@ -15,7 +15,10 @@ FORMAT = 1
 """Version of `config.json` and its folder; raised when an older reader would misunderstand it."""
 Kind = Literal["transformer", "ssm", "rnn", "tvae", "vrnn", "vssm"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-_RETIRED = ("tensorboard", "estimator")  # options of training in configs of earlier versions
+_RETIRED: dict[str, dict[str, Any]] = {  # options of results made before they were dropped
+    "train": {"tensorboard": False, "estimator": "gumbel"},
+    "series": {"patch": 1, "season": 1, "separate": False, "stride": 1, "time_features": False},
+}
 _LEAST = {"classes": 2, "bins": 2, "given": 0, "latent_passes": 0, "season": 0}  # of sizes; else 1
 _SIZES_BELOW = 10_000_000  # of a model: PyTorch crashes at sizes past the address space
 
@@ -342,11 +345,6 @@ class RunConfig:
                 raise ValueError(
                     f"config has format {version!r}; this version reads format {FORMAT}"
                 )
-            if isinstance(train := values.get("train"), dict):
-                values["train"] = {k: v for k, v in train.items() if k not in _RETIRED}
-            data = values.get("data")
-            if isinstance(data, dict) and isinstance(data.get("series"), dict):
-                values["data"] = {**data, "series": without_retired(data["series"])}
         return _from_plain(cls, values, "config")
 
 
@@ -357,6 +355,8 @@ def _from_plain(cls: type[Config], values: object, where: str) -> Config:
         )
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     types: dict[str, Any] = {field.name: field.type for field in fields}
+    retired = _RETIRED.get(where, {})
+    values = {k: v for k, v in values.items() if k not in retired or v != retired[k]}
     for key in values:
         if key not in types:
             raise ValueError(f"{where} has no field {key!r}; {name_allowed(key, tuple(types))}")

@@ -1,30 +1,11 @@
 """Options of the data sets: frozen dataclasses that the command line and run folders share."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from vssm.checks import check_choice, check_number
 
 NAMES = ("digits", "mnist", "cifar10", "images", "text", "series", "arrays", "synthetic")
-_RETIRED = {"patch": 1, "season": 1, "separate": False, "stride": 1, "time_features": False}
-_RETIRED |= {"cycles": [], "cycles_given": False}  # of the description of the data
-
-
-def without_retired(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns saved options of series without those that only earlier versions had.
-
-    Raises if one of them was in use.
-    """
-    for name, usual in _RETIRED.items():
-        if options.get(name, usual) != usual:
-            raise ValueError(
-                f"series.{name} is {options[name]!r}, and this version has no such option;"
-                " use the version that wrote the run, or train again"
-            )
-    kept = {name: value for name, value in options.items() if name not in _RETIRED}
-    if isinstance(kept.get("scale"), bool):
-        kept["scale"] = "column" if kept["scale"] else "none"
-    return kept
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vssm.data.config import without_retired
 from vssm.data.storage import read_object
 
 __all__ = ["Meta", "read_meta", "steps_left"]
@@ -75,9 +74,10 @@ class Meta:
     def from_json(cls, fields: dict[str, Any]) -> "Meta":
         """Returns the metadata that `to_json` gave, also after a trip through a JSON file."""
         try:
-            values: dict[str, Any] = without_retired(fields)
-            values.pop("time", None)  # the column of dates, which earlier versions noted
-            values |= {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
+            values: dict[str, Any] = {
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in fields.items()
+            }
             return cls(**values)
         except (AttributeError, TypeError) as error:  # a missing field, or one of a newer version
             raise ValueError(f"data_meta does not fit this version: {error}") from None
