@@ -13,7 +13,7 @@ __all__ = ["Data"]
 _MOST_FILES = 6  # shown; cifar10 has six
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Data(DataOptions):
     """Prepares a data set; shows its shape, range, splits and a picture."""
 

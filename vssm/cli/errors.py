@@ -23,6 +23,7 @@ _NO_MEMORY = "can't allocate memory|out of memory|Storage size calculation overf
 
 # What tyro and Python say about a text that is not a number, in the words of a user.
 _PLAIN = {
+    r"^Error parsing \w+: ": "",  # options that do not fit each other; the message names them
     r"invalid literal for int\(\) with base 10: (.*)": r"\1 is not allowed; give INT",
     r"could not convert string to float: (.*)": r"\1 is not allowed; give FLOAT",
     r"give INT$": "give a whole number",

@@ -8,47 +8,30 @@ import tyro
 
 from vssm.checks import check_choice
 from vssm.config import PRESETS, ModelConfig, RunConfig, TrainConfig
-from vssm.data import (
-    ArraysConfig,
-    DataConfig,
-    ImagesConfig,
-    SeriesConfig,
-    SyntheticConfig,
-    TextConfig,
-)
+from vssm.data import DataConfig
 
 __all__ = ["DataOptions", "RunOptions"]
 
 
-@dataclass
-class DataOptions:
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(DataConfig):
     """A data set."""
 
     name: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="[DATA]")]] = "digits"
     """The data set: digits, mnist, cifar10, images, text, series, arrays or synthetic."""
-    data_dir: str | None = None
+    dir: Annotated[str | None, tyro.conf.arg(name="data-dir")] = None
     """Folder with the files; else $VSSM_DATA; else the user cache."""
-    split_seed: int = 0
+    seed: Annotated[int, tyro.conf.arg(name="split-seed")] = 0
     """Fixes the validation split, binarisation, synthetic data and the test set of images and
     arrays; 0 to 2^64 - 1."""
-    binarize: bool = False
-    """Black and white images, drawn once."""
-    labels: bool = False
-    """Add the class of a sequence to every step, for --model.known any: digits, mnist, cifar10, and
-    arrays with labels."""
-    series: SeriesConfig = field(default_factory=SeriesConfig)
-    text: TextConfig = field(default_factory=TextConfig)
-    images: ImagesConfig = field(default_factory=ImagesConfig)
-    arrays: ArraysConfig = field(default_factory=ArraysConfig)
-    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
 
     def data_config(self) -> DataConfig:
-        shared = {option.name for option in fields(DataConfig)} & set(vars(self))
-        values = {name: getattr(self, name) for name in shared}
-        return DataConfig(**values, dir=self.data_dir, seed=self.split_seed)
+        return DataConfig(
+            **{option.name: getattr(self, option.name) for option in fields(DataConfig)}
+        )
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class RunOptions(DataOptions):
     """A data set, a model and how it is trained."""
 

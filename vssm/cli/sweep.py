@@ -9,7 +9,7 @@ from vssm.lab.sweep import sweep
 __all__ = ["Sweep"]
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Sweep(RunOptions):
     """Trains over a grid of learning rates, seeds and kinds."""
 

@@ -16,7 +16,7 @@ from vssm.training.loop import train
 __all__ = ["Train"]
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Train(RunOptions):
     """Trains a model and keeps everything about it in a run folder."""
 
