@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 import vssm.serve
-from vssm.data import read_meta
 from vssm.distributions import Latents
 from vssm.models import AnyPart
 from vssm.models.anypart import Part
 from vssm.nn import mamba
 from vssm.runs import pretrained
+from vssm.runs.config import SavedConfig
 from vssm.serve.models import Served
 
 HERE = Path(__file__).parent
@@ -111,7 +111,7 @@ def write_page(source: str, out: Path) -> None:
     assert isinstance(model, AnyPart)
     export_pass(model, out / "pass.onnx")
     get_runtime(out)
-    described = Served(Path(source).name, model, read_meta(folder)).describe()
+    described = Served(Path(source).name, model, SavedConfig.read(folder).meta()).describe()
     described |= {"length": model.config.window, "latents": model.config.latents}
     limits = {"max_num": MOST, "max_length": model.config.window}
     (out / "models.json").write_text(json.dumps({"models": [described], "limits": limits}))

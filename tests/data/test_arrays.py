@@ -13,10 +13,11 @@ import vssm
 from tests.conftest import KINDS, relative_error, sequences, small_config, small_model
 from tests.tiny_runs import StopAt, log, result, run, stopped, tiny
 from vssm.cli import main
-from vssm.data import ArraysConfig, DataConfig, describe, open_data, read_meta
+from vssm.data import ArraysConfig, DataConfig, describe, open_data
 from vssm.evaluation.scores import evaluate_run
 from vssm.likelihoods import reconstruct
 from vssm.runs.checkpoint import load
+from vssm.runs.config import SavedConfig
 from vssm.training.step import Learner
 
 MODELS = [*((kind, {}) for kind in KINDS), ("vssm", {"levels": 3})]
@@ -408,7 +409,7 @@ def test_the_command_line_keeps_images_as_images(tmp_path, monkeypatch, capsys):
         main(
             ["train", name, "--smoke", f"--{name}.path", path, "--out", name, "--train.batch", "16"]
         )
-        assert read_meta(name).image_shape == (6, 5, 3)
+        assert SavedConfig.read(name).meta().image_shape == (6, 5, 3)
         losses.append(log(tmp_path / name, "valid")[-1]["loss"])
         main(["evaluate", name, "--quick"])
         main(["generate", name, "--num", "8", "--out", f"{name}_made.png"])

@@ -19,9 +19,10 @@ from safetensors.torch import load_file
 import vssm
 from tests.conftest import small_config
 from tests.tiny_runs import StopAt, log, newest, result, run, stopped, tiny
-from vssm.data import ArraysConfig, DataConfig, Meta, read_meta, steps_left
+from vssm.data import ArraysConfig, DataConfig, Meta, steps_left
 from vssm.data.storage import write_tensors
 from vssm.evaluation.result import validations
+from vssm.runs.config import SavedConfig
 from vssm.runs.folder import RunFolder, claim, read_config
 from vssm.training.loop import TrainingStopped, train
 
@@ -50,24 +51,24 @@ def signed(record):
 
 
 def test_data_meta_is_read_and_damage_is_named(unbroken, tmp_path):
-    assert read_meta(str(unbroken)) == Meta(
+    assert SavedConfig.read(str(unbroken)).meta() == Meta(
         name="synthetic", features=3, length=5, suggested_head="gaussian"
     )
     vssm.save(vssm.load(unbroken), tmp_path / "alone")
-    assert read_meta(tmp_path / "alone") is None
+    assert SavedConfig.read(tmp_path / "alone").meta() is None
     for text, message in (
         ("{", "config.json' is damaged: "),
         ("[" * 10**5, "config.json' is damaged: "),
         ("[]", "config.json' is damaged: it is not a JSON object; restore it from a copy$"),
-        ('{"data_meta": [3]}', "^data_meta does not fit this version: "),
-        ('{"data_meta": {}}', "^data_meta does not fit this version: .*'name'"),
+        ('{"format": 1, "model": {}, "data_meta": [3]}', "^data_meta does not fit this version"),
+        ('{"format": 1, "model": {}, "data_meta": {}}', "^data_meta does not fit .*: .*'name'"),
     ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=message) as caught:
-            read_meta(tmp_path)
+            SavedConfig.read(tmp_path).meta()
         assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match=r"nowhere' has no config\.json; use the folder of a run"):
-        read_meta(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"nowhere' has no config\.json; use a run folder, or"):
+        SavedConfig.read(tmp_path / "nowhere").meta()
 
 
 def test_steps_left_of_a_sequence():

@@ -12,13 +12,14 @@ from PIL import Image
 import vssm
 from vssm.checks import choose_device, whole_number
 from vssm.cli.samples import check_files, read_array, write_array, write_samples
-from vssm.data import Meta, read_meta
+from vssm.data import Meta
 from vssm.data.series import TableWindows
 from vssm.data.storage import write_atomically
 from vssm.data.table import find_columns, read_table
 from vssm.forecasting.files import write_forecast
 from vssm.models import Model, first_weight
 from vssm.runs.checkpoint import load_finite
+from vssm.runs.config import SavedConfig
 from vssm.runs.pretrained import find
 
 __all__ = ["Fill"]
@@ -62,7 +63,8 @@ class Fill:
             if path is not None and not path.is_file():
                 raise ValueError(f"{name}={str(path)!r} is not a file; give a file to read")
         folder = find(self.run_folder)
-        model, meta = load_finite(folder, choose_device(self.device)), read_meta(folder)
+        model = load_finite(folder, choose_device(self.device))
+        meta = SavedConfig.read(folder).meta()
         if model.config.known != "any":
             raise ValueError(
                 f"{self.run_folder!r} continues sequences and cannot fill gaps; "

@@ -10,9 +10,10 @@ import tyro
 import vssm
 from vssm.checks import choose_device, whole_number
 from vssm.cli.samples import check_files, check_state_target, read_prompt, write_samples
-from vssm.data import Meta, read_meta, steps_left
+from vssm.data import Meta, steps_left
 from vssm.models import Model, first_weight
 from vssm.runs.checkpoint import load_finite
+from vssm.runs.config import SavedConfig
 from vssm.runs.pretrained import find
 
 __all__ = ["Generate"]
@@ -63,7 +64,7 @@ class Generate:
             if getattr(self, name) is not None:
                 whole_number(name, getattr(self, name), 1)
         device, folder = choose_device(self.device), find(self.run_folder)
-        model, meta = load_finite(folder, device), read_meta(folder)
+        model, meta = load_finite(folder, device), SavedConfig.read(folder).meta()
         text = meta is not None and meta.suggested_head == "categorical"
         out = self.out or Path("samples.txt" if text else "samples.npy")
         self._check_files(out)

@@ -21,7 +21,7 @@ from vssm.data.config import (
 )
 from vssm.data.dataset import Data, Split
 from vssm.data.images import moved, open_cifar10, open_digits, open_images, open_mnist
-from vssm.data.meta import Meta, read_meta, steps_left
+from vssm.data.meta import Meta, steps_left
 from vssm.data.series import open_series
 from vssm.data.show import describe, draw, picture
 from vssm.data.synthetic import open_synthetic
@@ -29,7 +29,7 @@ from vssm.data.text import open_text
 
 __all__ = ["NAMES", "ArraysConfig", "Data", "DataConfig", "ImagesConfig", "Meta", "SeriesConfig"]
 __all__ += ["Split", "SyntheticConfig", "TextConfig", "describe", "draw", "moved", "open_data"]
-__all__ += ["picture", "read_meta", "steps_left"]
+__all__ += ["picture", "steps_left"]
 
 _OPENERS = {
     "digits": open_digits,

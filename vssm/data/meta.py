@@ -3,16 +3,13 @@
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vssm.data.storage import read_object
-
-__all__ = ["Meta", "read_meta", "steps_left"]
+__all__ = ["Meta", "steps_left"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,15 +143,6 @@ class Meta:
     def _check_text(self) -> None:
         if self.suggested_head != "categorical":
             raise ValueError(f"data set {self.name!r} has no text")
-
-
-def read_meta(folder: str | Path) -> Meta | None:
-    """Returns the metadata in the config.json of a run; None for the folder of a plain model."""
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{str(folder)!r} has no config.json; use the folder of a run or a model")
-    values = read_object(path)
-    return Meta.from_json(values["data_meta"]) if "data_meta" in values else None
 
 
 def steps_left(meta: Meta | None, known: int, option: str = "length") -> int:

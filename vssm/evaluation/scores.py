@@ -31,7 +31,7 @@ from vssm.checks import (
     shown,
     whole_number,
 )
-from vssm.data import Data, Meta, open_data
+from vssm.data import Data, open_data
 from vssm.data.dataset import is_grey
 from vssm.data.storage import why_read_only
 from vssm.evaluation import quality
@@ -393,8 +393,8 @@ def _open_run(
             f"model in {str(folder)!r} has {model.config.features} ({kinds[model.head.tokens]}); "
             "use the data that it was trained on"
         )
-    meta = saved.values.get("data_meta")
-    for name in [] if meta is None else Meta.from_json(meta).differing(data.meta):
+    meta = saved.meta()
+    for name in [] if meta is None else meta.differing(data.meta):
         raise ValueError(
             f"data {data.meta.name!r} has another {name} than the run in {str(folder)!r} was "
             "trained with; use the data that it was trained on, without rows that came later"

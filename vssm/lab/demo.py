@@ -14,11 +14,12 @@ import torch
 
 import vssm
 from vssm.config import Kind, ModelConfig, RunConfig, TrainConfig
-from vssm.data import DataConfig, draw, open_data, read_meta
+from vssm.data import DataConfig, draw, open_data
 from vssm.evaluation.report import report
 from vssm.evaluation.scores import evaluate_run
 from vssm.evaluation.timing import take_times
 from vssm.runs import pretrained
+from vssm.runs.config import SavedConfig
 from vssm.training.loop import train
 from vssm.training.progress import Progress
 
@@ -84,7 +85,7 @@ def demo(out: Path = Path("demo")) -> None:
 
 def _draw_mnist(folder: Path) -> None:
     """Draws digits in one pass, completes upper halves and fills holes."""
-    meta = read_meta(pretrained.find("mnist-best-small"))
+    meta = SavedConfig.read(pretrained.find("mnist-best-small")).meta()
     assert meta is not None, "a shipped model describes its data"
     best, any_part = vssm.load("mnist-best-small"), vssm.load("mnist-any-small")
     vssm.generate(best, num=1)  # compiles

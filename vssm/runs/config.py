@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vssm.config import FORMAT, ModelConfig, RunConfig
+from vssm.data import Meta
 from vssm.data.storage import read_object, write_atomically
 
 __all__ = ["SavedConfig", "flatten", "read_config"]
@@ -69,6 +70,10 @@ class SavedConfig:
                 )
         values = {name: value for name, value in self.values.items() if name != "data_meta"}
         return self._checked(RunConfig.from_dict, values)
+
+    def meta(self) -> Meta | None:
+        """Returns the description of the data of a run; None if there is just a model."""
+        return Meta.from_json(self.values["data_meta"]) if "data_meta" in self.values else None
 
     def _checked(self, make: Callable[[dict[str, Any]], Config], values: dict[str, Any]) -> Config:
         try:

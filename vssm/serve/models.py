@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vssm import noise
-from vssm.data import Meta, read_meta, steps_left
+from vssm.data import Meta, steps_left
 from vssm.engine import Engine
 from vssm.forecasting.forecaster import Forecaster
 from vssm.models import AnyPart, Ladder, Model, Variational
@@ -18,6 +18,7 @@ from vssm.nn import State
 from vssm.noise import Noise
 from vssm.runs import pretrained
 from vssm.runs.checkpoint import load_finite
+from vssm.runs.config import SavedConfig
 
 __all__ = ["Served", "ServedForecaster", "open_models"]
 
@@ -140,5 +141,5 @@ def open_models(
             forecasters.append(ServedForecaster(name, Forecaster.load(place)))
         else:
             model = load_finite(place, device).eval()
-            models.append(Served(name, model, read_meta(pretrained.find(place))))
+            models.append(Served(name, model, SavedConfig.read(pretrained.find(place)).meta()))
     return models, forecasters
