@@ -9,7 +9,7 @@ import torch
 
 from tests.data.opening import REAL, real, refused, series, write_csv
 from vssm.data import DataConfig, SeriesConfig, open_data
-from vssm.data.series import TableWindows, phases
+from vssm.data.series import TableWindows
 from vssm.data.table import read_table
 
 DATES = [f"2020-01-{1 + k // 24:02} {k % 24:02}:00" for k in range(24 * 28)]
@@ -81,18 +81,6 @@ def test_windows_that_are_mostly_missing_are_left_out(tmp_path):
         ValueError, match=r"no window for training .* = 6 rows has half .* every column"
     ):
         _ = open_data(series(path, **options)).train
-
-
-def test_phases_resolve_fractions_of_seconds():
-    noon = np.datetime64("2024-01-01T12", "ms") + np.array([0, 250, 1000])
-    found = phases(noon, ["day"])
-    angles = 2 * np.pi * (43_200 + np.array([0, 0.25, 1])) / 86_400
-    np.testing.assert_allclose(
-        found, np.stack([np.sin(angles), np.cos(angles)], 1) / 2, rtol=0, atol=1e-12
-    )
-    assert (
-        phases(noon[[0, 2]], ["day"]) == phases(noon[[0, 2]].astype("datetime64[s]"), ["day"])
-    ).all()
 
 
 @pytest.mark.filterwarnings("ignore:.* left out")

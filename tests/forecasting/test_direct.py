@@ -8,7 +8,7 @@ from vssm.forecasting.direct import Direct, choose_direct, fit_direct
 from vssm.forecasting.fitting import choose_layout, hold_out, progress_bar
 from vssm.forecasting.linear import Linear, fit_linear
 from vssm.forecasting.panel import read_panel
-from vssm.forecasting.windows import GivenScale, Windows
+from vssm.forecasting.windows import GivenScale, Windows, phases
 
 
 def windows_of(values):
@@ -93,3 +93,15 @@ def test_weights_come_back():
     torch.nn.init.normal_(direct.out.weight)
     again, a = Direct.from_tensors(direct.state_dict()), torch.randn(3, 5)
     assert all(map(torch.equal, direct.eval()(a), again(a)))
+
+
+def test_phases_resolve_fractions_of_seconds():
+    noon = np.datetime64("2024-01-01T12", "ms") + np.array([0, 250, 1000])
+    found = phases(noon, ["day"])
+    angles = 2 * np.pi * (43_200 + np.array([0, 0.25, 1])) / 86_400
+    np.testing.assert_allclose(
+        found, np.stack([np.sin(angles), np.cos(angles)], 1) / 2, rtol=0, atol=1e-12
+    )
+    assert (
+        phases(noon[[0, 2]], ["day"]) == phases(noon[[0, 2]].astype("datetime64[s]"), ["day"])
+    ).all()

@@ -14,7 +14,6 @@ left out.
 """
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +36,6 @@ from vssm.data.table import (
     usual_columns,
 )
 
-_CYCLES = {"day": 86_400, "week": 604_800, "year": 31_556_952}  # seconds
 _LEAST_SPREAD = 0.1  # least deviation of a window, relative to its column: it may be constant
 
 
@@ -190,21 +188,6 @@ def _windows(meta: Meta, rows: Tensor, starts: np.ndarray, missing: bool) -> Win
     scaled = (meta.context, len(meta.columns)) if meta.windowed else (0, 0)
     first = torch.from_numpy(starts)
     return Windows(rows, missing=missing, starts=first, length=meta.length, scaled=scaled)
-
-
-def phases(times: np.ndarray, cycles: Sequence[str]) -> np.ndarray:
-    """Returns sine and cosine of the time within each cycle, (..., 2 x cycles), in [-1/2, 1/2].
-
-    Example:
-        >>> night = np.array(["2020-01-01T03:00"], "datetime64[s]")
-        >>> phases(night, ["day"]).round(3).tolist()
-        [[0.354, 0.354]]
-    """
-    microseconds = times.astype("datetime64[us]").astype(np.int64)
-    periods = [_CYCLES[cycle] * 10**6 for cycle in cycles]
-    angles = [2 * np.pi * (microseconds % period) / period for period in periods]
-    parts = [part / 2 for angle in angles for part in (np.sin(angle), np.cos(angle))]
-    return np.stack(parts, -1) if parts else np.empty((*times.shape, 0))
 
 
 class TableWindows:

@@ -24,11 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vssm.data.series import phases
 from vssm.forecasting.panel import Panel
 
 __all__ = ["CENTRES", "LEAST_SCALE", "Batch", "Direct", "GivenScale", "Layout", "Windows"]
-__all__ += ["centre_and_scale", "pairs"]
+__all__ += ["centre_and_scale", "pairs", "phases"]
 
 CENTRES = ("mean", "last", "season", "season-level", "season-last")
 LEAST_SCALE = 0.1  # of a window, in deviations of its series
@@ -158,6 +157,20 @@ def pairs(cuts: Sequence[range]) -> Tensor:
     parts = [torch.arange(one.start, max(one.start, one.stop), one.step) for one in cuts]
     series = torch.arange(len(cuts)).repeat_interleave(torch.tensor(list(map(len, parts))))
     return torch.stack([series, torch.cat(parts)], 1)
+
+
+def phases(times: np.ndarray, cycles: Sequence[str]) -> np.ndarray:
+    """Returns sine and cosine of the time within each cycle, (..., 2 x cycles), in [-1/2, 1/2].
+
+    Example:
+        >>> night = np.array(["2020-01-01T03:00"], "datetime64[s]")
+        >>> phases(night, ["day"]).round(3).tolist()
+        [[0.354, 0.354]]
+    """
+    microseconds = times.astype("datetime64[us]").astype(np.int64)
+    periods = [_CYCLES[cycle] * 10**6 for cycle in cycles]
+    angles = [2 * np.pi * (microseconds % period) / period for period in periods]
+    return np.stack([part / 2 for angle in angles for part in (np.sin(angle), np.cos(angle))], -1)
 
 
 @dataclass(frozen=True)
