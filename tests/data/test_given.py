@@ -115,7 +115,7 @@ def test_given_columns_come_last_and_are_scaled(tmp_path):
     assert x.shape == (3, 12, 4) and not x[..., 2:].isnan().any()
     rows = x[0, :, 2:]  # of price and weekday
     days = torch.arange(12)
-    mean, std = meta.given_mean, meta.given_std
+    mean, std = meta.mean[2:], meta.std[2:]
     assert torch.allclose(rows[:, 0], (5 + days % 2 - mean[0]) / std[0], atol=1e-5)
     assert torch.allclose(rows[:, 1], (days % 7 - mean[1]) / std[1], atol=1e-5)
     with pytest.raises(ValueError, match=r"columns and series\.given name 'price' twice"):

@@ -30,7 +30,7 @@ def test_series_horizons_are_disjoint_in_time_and_windows_are_slices(tmp_path):
         first = 10 if name == "train" else low  # every row of validation and test is forecast
         assert x[:, 10:, 0].unique().tolist() == list(range(first, high))
     assert data.meta.columns == ("up", "down") and data.meta.mean is None
-    assert (data.meta.context, data.meta.horizon, data.meta.length) == (10, 5, 15)
+    assert (data.meta.context, data.meta.length) == (10, 15)
 
 
 def test_series_is_scaled_by_the_training_part_only(tmp_path):

@@ -38,21 +38,15 @@ class Meta:
     columns: tuple[str, ...] | None = None
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
-    """Mean and standard deviation of each column over the training rows."""
+    """Mean and standard deviation of each column over the training rows; given columns too."""
     context: int | None = None
-    horizon: int | None = None
-    """Rows of a window that are known, and that are forecast."""
+    """Rows of a window that are known."""
     windowed: Literal["window"] | None = None
     """Whether each window is standardised by its context, after `mean` and `std`."""
-    fill: str | None = None
-    """How missing values were filled."""
     classes: int | None = None
     """Number of classes; the class of a sequence, one-hot, is the last features of every step."""
     given_columns: tuple[str, ...] = ()
     """Columns of a series that are known in the future too; they come after `columns`."""
-    given_mean: tuple[float, ...] | None = None
-    given_std: tuple[float, ...] | None = None
-    """Mean and standard deviation of each given column over the training rows."""
 
     @property
     def given(self) -> int:
@@ -80,7 +74,7 @@ class Meta:
             raise ValueError(f"data_meta does not fit this version: {error}") from None
 
     def differing(self, other: "Meta") -> Iterator[str]:
-        """Yields the fields that differ by more than rounding and the way in which files were read.
+        """Yields the names of the fields that differ by more than rounding.
 
         Example:
             >>> meta = Meta(name="series", features=2, length=4, suggested_head="gaussian")
@@ -89,9 +83,9 @@ class Meta:
         """
         for name, one in self.to_json().items():
             two, same = getattr(other, name), False
-            if name.endswith(("mean", "std")) and one and two and len(one) == len(two):
+            if name in ("mean", "std") and one and two and len(one) == len(two):
                 same = np.allclose(one, two, rtol=1e-6, atol=1e-9 * max(map(abs, (*one, *two))))
-            if name != "fill" and one != two and not same:
+            if one != two and not same:
                 yield name
 
     def to_image(self, x: Tensor) -> Tensor:

@@ -128,22 +128,18 @@ def open_series(config: DataConfig, missing: bool = False) -> Data:
     for name, column in zip(names, x.T, strict=True):
         if np.isnan(column[:valid]).all():
             raise ValueError(f"{path}: column {name!r} has no value in the {valid} training rows")
-    mean, std = ((), ()) if options.scale == "none" else _mean_and_std(x[:valid])
+    mean, std = (None, None) if options.scale == "none" else _mean_and_std(x[:valid])
     meta = Meta(
         name="series",
         features=len(names),
         length=window,
         suggested_head="gaussian-learned",
         columns=names[: len(own)],
-        mean=mean[: len(own)] or None,
-        std=std[: len(own)] or None,
+        mean=mean,
+        std=std,
         context=options.context,
-        horizon=options.horizon,
         windowed="window" if options.scale == "window" else None,
         given_columns=names[len(own) :],
-        given_mean=mean[len(own) :] or None,
-        given_std=std[len(own) :] or None,
-        fill=options.fill,
     )
     rows = _rows(meta, x)
     known: Any = pandas.DataFrame(np.isfinite(table.values[:, own]))
@@ -177,8 +173,7 @@ def _mean_and_std(x: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
 def _rows(meta: Meta, x: np.ndarray) -> Tensor:
     """Returns columns, made and given, as the rows of windows, (N, features)."""
     if meta.mean is not None and meta.std is not None:
-        mean, std = meta.mean + (meta.given_mean or ()), meta.std + (meta.given_std or ())
-        x = (x - np.array(mean)) / np.array(std)
+        x = (x - np.array(meta.mean)) / np.array(meta.std)
     return torch.from_numpy(x.astype(np.float32))
 
 
@@ -230,8 +225,10 @@ class TableWindows:
         meta, num, columns = self._meta, made.shape[1], self.values.shape[1]
         x = torch.from_numpy(made[..., :columns]).double()
         centre, deviation = (part[:, None, :, :columns] for part in self._scale)
-        x = x * deviation + centre
+        x = (x * deviation + centre).numpy()
+        if meta.mean is not None and meta.std is not None:
+            x = x * meta.std[:columns] + meta.mean[:columns]
         tables = np.broadcast_to(self.values, (num, *self.values.shape)).copy()
-        for window, start in zip(x.numpy()[::-1], self._starts[::-1], strict=True):
-            tables[:, start : start + self._size] = window * (meta.std or 1.0) + (meta.mean or 0.0)
+        for window, start in zip(x[::-1], self._starts[::-1], strict=True):
+            tables[:, start : start + self._size] = window
         return np.where(np.isnan(self.values), tables, self.values)

@@ -52,11 +52,6 @@ class SavedConfig:
             )
         return cls(path, values)
 
-    @property
-    def is_run(self) -> bool:
-        """Whether it describes a run, not just a model."""
-        return "data" in self.values or "train" in self.values
-
     def model(self) -> ModelConfig:
         """Returns the settings of the model."""
         return self._checked(ModelConfig.from_dict, self.values["model"])

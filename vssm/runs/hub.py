@@ -95,7 +95,7 @@ def model_card(folder: str | Path, address: str = "hf://OWNER/NAME", limits: str
     """
     hub, folder = _import_hub(), Path(folder)
     saved = SavedConfig.read(folder)
-    model, run = saved.model(), saved.run() if saved.is_run else None
+    model, run = saved.model(), saved.run() if "train" in saved.values else None
     tags = [model.kind, "sequence-modeling", *([] if run is None else [run.data.name])]
     path = run and (run.data.series.path or run.data.text.path)
     weights, _ = read_tensors(folder / "weights.safetensors")
