@@ -59,7 +59,8 @@ def check_type(name: str, value: object, types: Any, allowed: str) -> None:  # n
 
 def check_flag(name: str, value: object) -> None:
     """Raises `ValueError` unless the value is True or False: "no" would count as True."""
-    check_type(name, value, (bool, np.bool_), "True or False")
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name} is {shown(value)}; it must be True or False")
 
 
 def check_path(name: str, value: object) -> None:
@@ -208,9 +209,7 @@ def check_number(
 
 def plain_number(value: object) -> object:
     """Returns a NumPy number as a Python number, which JSON knows, and anything else unchanged."""
-    if isinstance(value, np.integer):
-        return operator.index(value)
-    return float(value) if isinstance(value, np.floating) else value
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def name_allowed(value: object, allowed: tuple[str, ...]) -> str:

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
-from vssm.checks import check_choice, check_number, name_allowed, plain_number, shown
+from vssm.checks import check_choice, check_flag, check_number, name_allowed, plain_number, shown
 from vssm.data.config import DataConfig
 from vssm.distributions import HEADS, HEADS_WITH_LOCATION, HeadName
 
@@ -26,12 +26,14 @@ Config = TypeVar("Config")
 
 
 def _make_plain(config: object) -> None:
-    """Turns NumPy numbers into Python numbers, and lists, which JSON has, into tuples."""
+    """Turns NumPy numbers into Python numbers, and JSON's lists into tuples; checks flags."""
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         value = getattr(config, field.name)
         many = isinstance(value, tuple | list)
         plain = tuple(map(plain_number, value)) if many else plain_number(value)
         object.__setattr__(config, field.name, plain)
+        if field.type is bool:
+            check_flag(field.name, plain)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +140,6 @@ class ModelConfig:
 
     def _check_known(self) -> None:
         check_choice("known", self.known, ("prefix", "any"))
-        if not isinstance(self.interpolate, bool):
-            raise ValueError(f"interpolate is {self.interpolate!r}; it must be True or False")
         if self.known == "prefix":
             for name in ("given", "latent_passes", "interpolate", "season"):
                 if value := getattr(self, name):
@@ -297,10 +297,6 @@ class TrainConfig:
             check_number(name, getattr(self, name), 0, above=True)
         for name in ("beta2", "warmup", "kl_warmup", "shift", "ema"):
             check_number(name, getattr(self, name), 0, below=1)
-        for name in ("validate_partial", "graph", "compile", "fsdp"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):  # a NumPy bool could not be saved as JSON
-                raise ValueError(f"{name} is {value!r}; it must be True or False")
         if self.init is not None and (not isinstance(self.init, str) or not self.init):
             raise ValueError(f"init is {shown(self.init)}; use a folder or a shipped model")
         if self.optimizer == "muon" and self.fsdp:
