@@ -370,19 +370,11 @@ def _paper(data: str, features: int) -> RunConfig:
     """Returns a run of the paper: its model has the default settings."""
     # The paper gives 200 epochs and the grid of rates; the rest of this line is ours.
     options = TrainConfig(epochs=200, batch=512, learning_rate=1e-3, ema=0.999, validate_every=2.0)
-    model = ModelConfig(kind="vssm", features=features, head="gaussian", sigma=0.1)
+    model = ModelConfig(features=features)
     return RunConfig(data=DataConfig(name=data), model=model, train=options)
 
 
 _SPANS = (28, 28, 14, 7, 4, 2, 1, 1)
-_SMALL: dict[str, Any] = {
-    "width": 32,
-    "layers": 1,
-    "state_size": 4,
-    "heads": 2,
-    "latents": 4,
-    "classes": 8,
-}
 
 PRESETS: dict[str, RunConfig] = {
     "paper-mnist": _paper("mnist", 28),
@@ -401,7 +393,9 @@ PRESETS: dict[str, RunConfig] = {
         train=TrainConfig(epochs=10_000, max_steps=3000, batch=64, ema=0.995),
     ),
     "smoke": RunConfig(
-        model=ModelConfig(features=1, head="auto", **_SMALL),
+        model=ModelConfig(
+            features=1, head="auto", width=32, layers=1, state_size=4, heads=2, latents=4, classes=8
+        ),
         train=TrainConfig(max_steps=20, batch=64, log_every=5, samples=16, num_valid=64),
     ),
 }
