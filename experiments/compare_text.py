@@ -36,7 +36,7 @@ from vssm.evaluation.timing import take_times
 from vssm.likelihoods import log_likelihood
 from vssm.models import Ladder, Model, Variational
 from vssm.runs.checkpoint import load
-from vssm.runs.folder import read_config
+from vssm.runs.config import read_config
 from vssm.runs.results import result, write_result
 from vssm.sampling.generation import generate
 

@@ -29,7 +29,7 @@ from torch import Tensor
 import vssm
 from vssm.data import open_data
 from vssm.models import AnyPart
-from vssm.runs.folder import read_config
+from vssm.runs.config import read_config
 from vssm.runs.results import result, write_result
 
 PASSES = (1, 2, 4, 8, 16, 32, 64)

@@ -14,23 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "check_choice",
-    "check_device",
-    "check_flag",
-    "check_model",
-    "check_number",
-    "check_path",
-    "check_sequence",
-    "check_type",
-    "choose_device",
-    "name_allowed",
-    "plain_number",
-    "shown",
-    "whole_number",
-    "whole_numbers",
-]
-
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 _HUGE = 1e100  # no setting is so large; whole numbers in JSON may be larger than any float
 

@@ -9,8 +9,6 @@ from vssm.checks import check_choice, check_flag, check_number, name_allowed, pl
 from vssm.data.config import DataConfig
 from vssm.distributions import HEADS, HEADS_WITH_LOCATION, HeadName
 
-__all__ = ["FORMAT", "KINDS", "PRESETS", "Kind", "ModelConfig", "RunConfig", "TrainConfig"]
-
 FORMAT = 1
 """Version of `config.json` and its folder; raised when an older reader would misunderstand it."""
 Kind = Literal["transformer", "ssm", "rnn", "tvae", "vrnn", "vssm"]

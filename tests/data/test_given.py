@@ -11,7 +11,8 @@ from vssm.cli import main
 from vssm.config import RunConfig, TrainConfig
 from vssm.data import ArraysConfig, DataConfig, Meta, open_data
 from vssm.data.dataset import digest
-from vssm.runs.folder import RunFolder, read_config, read_log
+from vssm.runs.config import read_config
+from vssm.runs.folder import RunFolder, read_log
 from vssm.runs.hub import train_command
 
 

@@ -22,8 +22,8 @@ from tests.tiny_runs import StopAt, log, newest, result, run, stopped, tiny
 from vssm.data import ArraysConfig, DataConfig, Meta, steps_left
 from vssm.data.storage import write_tensors
 from vssm.evaluation.result import validations
-from vssm.runs.config import SavedConfig
-from vssm.runs.folder import RunFolder, claim, read_config
+from vssm.runs.config import SavedConfig, read_config
+from vssm.runs.folder import RunFolder, claim
 from vssm.training.loop import TrainingStopped, train
 
 

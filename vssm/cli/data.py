@@ -8,8 +8,6 @@ from vssm.cli.options import DataOptions
 from vssm.cli.samples import check_files
 from vssm.data import describe, open_data, picture
 
-__all__ = ["Data"]
-
 _MOST_FILES = 6  # shown; cifar10 has six
 
 

@@ -10,8 +10,6 @@ from rich.table import Table
 
 from vssm.runs.labels import grouped, label
 
-__all__ = ["ProgressBar", "show_metrics", "show_table"]
-
 
 def show_table(title: str, values: dict[str, Any]) -> None:
     """Prints names and values under a title."""

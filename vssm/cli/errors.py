@@ -16,8 +16,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 
-__all__ = ["box_as_line", "report_mistakes", "report_sigterm", "report_warnings"]
-
 # On a CPU, on a GPU, and for a tensor with more bytes than an address can have.
 _NO_MEMORY = "can't allocate memory|out of memory|Storage size calculation overflowed"
 

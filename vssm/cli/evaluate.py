@@ -12,8 +12,6 @@ from vssm.cli.display import ProgressBar, show_metrics
 from vssm.evaluation.scores import EvaluateOptions, UnwrittenResult, evaluate_run
 from vssm.runs.pretrained import find
 
-__all__ = ["Evaluate", "own_copy"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(EvaluateOptions):

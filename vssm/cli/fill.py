@@ -22,8 +22,6 @@ from vssm.runs.checkpoint import load_finite
 from vssm.runs.config import SavedConfig
 from vssm.runs.pretrained import find
 
-__all__ = ["Fill"]
-
 _CELLS = 2**18  # sequences times steps that are made at once
 _QUANTILES = (0.1, 0.9)
 

@@ -13,8 +13,6 @@ from vssm.forecasting.forecaster import Forecaster
 from vssm.forecasting.panel import check_quantiles
 from vssm.runs.checkpoint import check_target
 
-__all__ = ["Backtest", "Forecast"]
-
 
 @dataclass(kw_only=True)
 class _SeriesOptions:

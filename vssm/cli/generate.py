@@ -16,8 +16,6 @@ from vssm.runs.checkpoint import load_finite
 from vssm.runs.config import SavedConfig
 from vssm.runs.pretrained import find
 
-__all__ = ["Generate"]
-
 
 @dataclass
 class Generate:

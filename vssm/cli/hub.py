@@ -7,9 +7,6 @@ from tyro.conf import Positional, arg
 
 from vssm.runs.hub import pull, push
 
-__all__ = ["pull_model", "push_model"]
-
-
 _Run = Positional[Annotated[Path, arg(metavar="RUN")]]
 _Repo = Positional[Annotated[str, arg(metavar="REPO")]]
 

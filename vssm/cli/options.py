@@ -10,8 +10,6 @@ from vssm.checks import check_choice
 from vssm.config import PRESETS, ModelConfig, RunConfig, TrainConfig
 from vssm.data import DataConfig
 
-__all__ = ["DataOptions", "RunOptions"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(DataConfig):

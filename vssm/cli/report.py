@@ -7,8 +7,6 @@ from tyro.conf import Positional, arg
 
 from vssm.evaluation.report import report
 
-__all__ = ["report_page"]
-
 
 def report_page(
     runs: Positional[Annotated[tuple[Path, ...], arg(metavar="RUN ...")]] = (),

@@ -14,15 +14,6 @@ from vssm.data.storage import is_device, why_read_only, write_atomically
 from vssm.models import Model
 from vssm.nn import State
 
-__all__ = [
-    "check_files",
-    "check_state_target",
-    "read_array",
-    "read_prompt",
-    "write_array",
-    "write_samples",
-]
-
 
 def check_files(
     writes: Mapping[str, Path | None], reads: Mapping[str, Path | None] | None = None

@@ -6,8 +6,6 @@ from pathlib import Path
 from vssm.cli.options import RunOptions
 from vssm.lab.sweep import sweep
 
-__all__ = ["Sweep"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep(RunOptions):

@@ -13,8 +13,6 @@ from vssm.cli.options import RunOptions
 from vssm.runs.folder import RunFolder
 from vssm.training.loop import train
 
-__all__ = ["Train"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Train(RunOptions):

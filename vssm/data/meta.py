@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Meta", "steps_left"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Meta:

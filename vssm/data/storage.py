@@ -19,9 +19,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-__all__ = ["check_checksum", "flush", "is_device", "read_object", "read_tensors"]
-__all__ += ["why_read_only", "with_checksum", "write_atomically", "write_tensors"]
-
 _CHECKSUM = "crc32"  # its key in the metadata of a safetensors file
 _ADVICE = "restore it from a copy"
 

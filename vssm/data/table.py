@@ -21,9 +21,6 @@ import numpy as np
 from vssm.checks import name_allowed
 from vssm.data.files import read_bytes, read_numpy
 
-__all__ = ["LARGEST", "Table", "check_size", "exact_numbers", "filled", "find_columns"]
-__all__ += ["read_table", "uneven_dates", "usual_columns", "usual_step"]
-
 Frame = Any  # a pandas.DataFrame
 Column = Any  # a pandas.Series
 

@@ -37,7 +37,8 @@ from vssm.lab.bench.measure import command_line
 from vssm.lab.experiments import draw_figure, scored_runs, summary
 from vssm.lab.sweep import LEARNING_RATES, check_grid, grid_configs, run_grid
 from vssm.runs.checkpoint import load
-from vssm.runs.folder import differing, read_config
+from vssm.runs.config import read_config
+from vssm.runs.folder import differing
 from vssm.runs.results import result, write_result
 from vssm.training.progress import Progress, choose_progress
 

@@ -17,8 +17,6 @@ from vssm.nn import join_weights
 from vssm.runs import pretrained
 from vssm.runs.config import SavedConfig
 
-__all__ = ["check_target", "load", "load_finite", "save"]
-
 _METADATA = "vssm"  # the key of the config in the metadata of the weights
 
 

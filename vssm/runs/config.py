@@ -14,8 +14,6 @@ from vssm.config import FORMAT, ModelConfig, RunConfig
 from vssm.data import Meta
 from vssm.data.storage import read_object, write_atomically
 
-__all__ = ["SavedConfig", "flatten", "read_config"]
-
 Config = TypeVar("Config")
 
 

@@ -35,8 +35,6 @@ from vssm.data.storage import flush, read_object, read_tensors, write_atomically
 from vssm.nn.show import html_table
 from vssm.runs.config import SavedConfig, flatten, read_config
 
-__all__ = ["FREE", "Checkpoint", "RunFolder", "claim", "differing", "read_config", "read_log"]
-
 _FIELDS = {"step", "epoch", "split", "loss", "reconstruction", "kl"}  # of every line of the log
 _KEPT = 2  # checkpoints: the newest, and one more in case it is damaged
 FREE = ("data.dir", "train.device", "train.checkpoint_minutes", "train.samples", "train.compile")

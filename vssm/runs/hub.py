@@ -13,8 +13,6 @@ from vssm.config import PRESETS, RunConfig
 from vssm.data.storage import read_object, read_tensors
 from vssm.runs.config import SavedConfig, flatten
 
-__all__ = ["FILES", "model_card", "pull", "push", "train_command", "without_folders"]
-
 FILES = ("config.json", "weights.safetensors", "README.md")
 _ADDRESS = re.compile(r"(?:hf://)?(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[^\s@]+))?")
 _SOURCES = ("images", "series", "text", "arrays", "synthetic")  # data sets with their own options

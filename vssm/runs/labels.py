@@ -4,8 +4,6 @@ import re
 from collections.abc import Iterable
 from typing import TypeGuard
 
-__all__ = ["GROUPS", "grouped", "is_number", "label"]
-
 _LABELS = {  # in the order in which they are shown
     "log_likelihood": "log p(x)",
     "log_likelihood_empty_prior": "log p(x), prior of the empty prompt",

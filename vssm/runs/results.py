@@ -22,8 +22,6 @@ import torch
 
 from vssm.data.storage import write_atomically
 
-__all__ = ["commit", "machine", "result", "write_result"]
-
 
 def result(
     name: str, command: str, config: Mapping[str, Any], metrics: Mapping[str, float | None]

@@ -22,8 +22,6 @@ from vssm.serve.service import Service
 from vssm.serve.settings import Settings
 from vssm.serve.worker import Worker
 
-__all__ = ["create_app"]
-
 _log = logging.getLogger("vssm.serve")
 _ABOUT = (
     "Sequence models that generate in parallel, follow a prompt and resume. With `stream`, the "

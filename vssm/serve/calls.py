@@ -16,8 +16,6 @@ from torch import Tensor
 from vssm.nn import State
 from vssm.serve.models import Served
 
-__all__ = ["Call", "Calls", "compute", "fill_gaps", "make_steps"]
-
 _STEPWISE = 32  # most steps of a call that makes them one by one
 
 

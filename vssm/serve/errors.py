@@ -9,8 +9,6 @@ import orjson
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-__all__ = ["Refused", "invalid", "json_bytes", "json_response"]
-
 _TRY_AGAIN = (429, 503, 504)
 
 

@@ -16,8 +16,6 @@ from vssm.serve.models import ServedForecaster
 from vssm.serve.schema import examples
 from vssm.serve.settings import Settings
 
-__all__ = ["ForecastRequest", "plan_forecast"]
-
 
 def _check_rows(value: object) -> object:
     """Raises unless the value is a list of flat rows; the forecaster checks the columns."""

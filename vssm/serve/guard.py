@@ -17,8 +17,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vssm.serve.errors import Refused
 from vssm.serve.settings import Settings
 
-__all__ = ["Guard", "Metrics"]
-
 _log = logging.getLogger("vssm.serve")
 _OPEN = ("/", "/docs", "/openapi.json", "/healthz", "/readyz")  # need no token
 _DRAIN = 64 * 2**20  # bytes of a refused body that are still received

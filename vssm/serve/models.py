@@ -20,8 +20,6 @@ from vssm.runs import pretrained
 from vssm.runs.checkpoint import load_finite
 from vssm.runs.config import SavedConfig
 
-__all__ = ["Served", "ServedForecaster", "open_models"]
-
 # Products of weights in one call: about 0.2 s of one core, or of a GPU.
 _PRODUCTS = {"cpu": 10**10, "cuda": 10**12}
 _MOST_CELLS = 8192  # sequences times steps of a call, which bounds its memory

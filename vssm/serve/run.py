@@ -25,8 +25,6 @@ from vssm.serve.app import create_app
 from vssm.serve.models import open_models
 from vssm.serve.settings import Settings
 
-__all__ = ["exposed_settings", "read_secret", "serve"]
-
 _MAX_HEAD = 64 * 2**10  # bytes of a request before its body
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 

@@ -20,17 +20,6 @@ from vssm.objectives.parts import there_and_finite
 from vssm.serve.errors import Refused, invalid
 from vssm.serve.models import Served
 
-__all__ = [
-    "FillRequest",
-    "GenerateRequest",
-    "ObserveRequest",
-    "ResumeRequest",
-    "examples",
-    "explain",
-    "read_gaps",
-    "read_sequences",
-]
-
 _INT64 = 2**63
 _LONGEST = 64  # characters of a name or value that an error repeats
 

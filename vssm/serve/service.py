@@ -36,8 +36,6 @@ from vssm.serve.settings import Settings
 from vssm.serve.states import Store
 from vssm.serve.worker import Done, Worker
 
-__all__ = ["Service"]
-
 _RECONDITIONED = 16  # most calls of a usual size in a chunk with recondition: about 3 s
 # Without these headers, proxies would collect events before they pass them on.
 _STREAM_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}

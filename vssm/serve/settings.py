@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from vssm.checks import check_number
 
-__all__ = ["Settings"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:

@@ -9,8 +9,6 @@ from typing import NamedTuple
 from vssm.nn import State
 from vssm.serve.errors import Refused
 
-__all__ = ["Store"]
-
 
 class _Entry(NamedTuple):
     model: str

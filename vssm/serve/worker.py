@@ -30,8 +30,6 @@ from vssm.serve.errors import Refused, invalid
 from vssm.serve.models import Served
 from vssm.serve.settings import Settings
 
-__all__ = ["Done", "Job", "Scheduler", "Worker"]
-
 _log = logging.getLogger("vssm.serve")
 _UNDER_WAY = 2  # long requests that alternate, so that a very long one does not hold up all
 _TO_COMPUTE = 0.5  # share of its time that a request must have left when it begins

@@ -32,7 +32,8 @@ from vssm.nn import BLOCKS
 from vssm.objectives import Terms, real_steps
 from vssm.ops import choose_backend
 from vssm.runs.checkpoint import load_finite
-from vssm.runs.folder import RunFolder, read_config
+from vssm.runs.config import read_config
+from vssm.runs.folder import RunFolder
 from vssm.runs.results import commit, machine
 from vssm.sampling.filling import fill
 from vssm.sampling.generation import generate
