@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from vssm.checks import check_choice, check_flag, check_number, name_allowed, plain_number, shown
 from vssm.data.config import DataConfig
@@ -23,8 +23,8 @@ _SIZES_BELOW = 10_000_000  # of a model: PyTorch crashes at sizes past the addre
 Config = TypeVar("Config")
 
 
-def _make_plain(config: object) -> None:
-    """Turns NumPy numbers into Python numbers, and JSON's lists into tuples; checks flags."""
+def _clean_fields(config: object) -> None:
+    """Turns NumPy numbers into Python's, and JSON's lists into tuples; checks flags and names."""
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         value = getattr(config, field.name)
         many = isinstance(value, tuple | list)
@@ -32,6 +32,8 @@ def _make_plain(config: object) -> None:
         object.__setattr__(config, field.name, plain)
         if field.type is bool:
             check_flag(field.name, plain)
+        elif get_origin(field.type) is Literal:
+            check_choice(field.name, plain, get_args(field.type))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,7 @@ class ModelConfig:
     """For each level, how many steps share a latent: with (28, 14, 7, 1) the first latent is for 28
     steps, the next are for their halves and quarters, the last for single steps. 1 for every level
     by default."""
-    known: str = "prefix"
+    known: Literal["prefix", "any"] = "prefix"
     """What the model can be given: "prefix", the first steps of a sequence, as in the paper; or
     "any", for vssm, any entries: see `vssm.fill`."""
     given: int = 0
@@ -105,8 +107,7 @@ class ModelConfig:
     """Grey levels of the logistic-mixture head: x takes the values k / (bins - 1)."""
 
     def __post_init__(self) -> None:
-        _make_plain(self)
-        check_choice("kind", self.kind, KINDS)
+        _clean_fields(self)
         check_choice("head", self.head, ("auto", *HEADS))
         for field in dataclasses.fields(self):
             if field.type is int:
@@ -137,7 +138,6 @@ class ModelConfig:
             )
 
     def _check_known(self) -> None:
-        check_choice("known", self.known, ("prefix", "any"))
         if self.known == "prefix":
             for name in ("given", "latent_passes", "interpolate", "season"):
                 if value := getattr(self, name):
@@ -216,7 +216,7 @@ class TrainConfig:
     """Passes over the training set."""
     batch: int = 256
     """Sequences in a step, over all processes together."""
-    optimizer: str = "adamw"
+    optimizer: Literal["adamw", "muon"] = "adamw"
     """"adamw", or "muon" for the matrices of the blocks and AdamW for all other weights."""
     learning_rate: float = 1e-3
     """Highest learning rate, reached after the warm-up; a cosine takes it to 0."""
@@ -236,7 +236,7 @@ class TrainConfig:
     ema: float = 0.0
     """Decay of the moving average of the weights that is validated and kept; 0 keeps the weights
     themselves."""
-    select: str = "loss"
+    select: Literal["loss", "bound"] = "loss"
     """Which weights are kept: those with the lowest validation "loss", or with the highest "bound"
     on log p(x), which leaves out the term of the partial posterior."""
     init: str | None = None
@@ -259,7 +259,7 @@ class TrainConfig:
     """Saves at the first log point this long after the last checkpoint; 0 saves at each."""
     samples: int = 64
     """Sequences in samples.png; 0 for none (there are none with fsdp)."""
-    precision: str = "auto"
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of matrix products: "float32", "bfloat16", or "auto": bfloat16 on CUDA, float32 on
     a CPU."""
     device: str = "auto"
@@ -274,10 +274,7 @@ class TrainConfig:
     each."""
 
     def __post_init__(self) -> None:
-        _make_plain(self)
-        check_choice("precision", self.precision, ("auto", "float32", "bfloat16"))
-        check_choice("select", self.select, ("loss", "bound"))
-        check_choice("optimizer", self.optimizer, ("adamw", "muon"))
+        _clean_fields(self)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise ValueError(
                 f"device={self.device!r} is unknown; choose from 'auto', 'cpu', 'cuda', 'cuda:N'"
