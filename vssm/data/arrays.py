@@ -96,14 +96,13 @@ def _whole_numbers(
     """Returns an array of a whole number for each sequence as int64, None if the file has none."""
     if (array := arrays.get(name)) is None:
         return None
-    whole = array.shape == (num,) and array.dtype.kind in "iu"
-    for row in np.flatnonzero((array < least) | (array > most)) if whole else ():
-        raise ValueError(f"{path}: {name}[{row}] is {array[row]}; use {least} to {most}")
-    if not whole:
+    if array.shape != (num,) or array.dtype.kind not in "iu":
         raise ValueError(
             f"{path}: {name} is {array.dtype} of shape {array.shape}; use {num} whole numbers, one"
             " for each sequence"
         )
+    for row in np.flatnonzero((array < least) | (array > most)):
+        raise ValueError(f"{path}: {name}[{row}] is {array[row]}; use {least} to {most}")
     return array.astype(np.int64)
 
 
