@@ -8,12 +8,11 @@ Shapes: u, delta, z, y (B, D, L); A (D, N); D, delta_bias (D,); h (B, D, N); B a
 | ------------ | -------------------------------------------------------------------- |
 | (B, N, L)    | one matrix a step, shared by all channels                            |
 | (B, G, N, L) | one matrix a step for each of G groups of neighbouring channels      |
-| (D, N)       | the same at all steps; then states of all steps are kept in memory   |
+| (D, N)       | the same at all steps; then channels are scanned one after the other |
 """
 # ruff: noqa: ANN001 (the types of all arguments are those of `selective_scan_fn`)
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vssm.ops.scan import selective_scan
@@ -61,62 +60,26 @@ def selective_scan_fn(
         tensor([1.0000, 1.3679, 1.5032])
     """
     _check_arguments(u, delta, A, B, C, D, z, delta_bias, initial_state)
-    scan = _scan_each_state if B.dim() == 2 or C.dim() == 2 else _scan_each_group
-    z = None if z is None else z.mT
-    y, last = scan(u.mT, delta.mT, A, B, C, D, z, delta_bias, delta_softplus, initial_state)
+    matrices = [_groups_of(matrix, u) for matrix in (B, C)]
+    groups = max(map(len, matrices))
+
+    def split(tensor: Tensor | None, dim: int = 0) -> list:
+        return [None] * groups if tensor is None else list(tensor.chunk(groups, dim))
+
+    Bs, Cs = ([matrix for matrix in own for _ in range(groups // len(own))] for own in matrices)
+    us, deltas, zs = (split(None if tensor is None else tensor.mT, 2) for tensor in (u, delta, z))
+    rest = split(D), zs, split(delta_bias), [delta_softplus] * groups, split(initial_state, 1)
+    scans = zip(us, deltas, split(A), Bs, Cs, *rest, strict=True)
+    ys, hs = zip(*(selective_scan(*arguments) for arguments in scans), strict=True)
+    y, last = (ys[0], hs[0]) if groups == 1 else (torch.cat(ys, 2), torch.cat(hs, 1))
     return (y.mT, last) if return_last_state else y.mT
 
 
-def _scan_each_group(u, delta, A, B, C, D, z, bias, softplus, h0) -> tuple[Tensor, Tensor]:
-    """Scans group by group; u, delta, z and y are (B, L, D), the rest as in `selective_scan_fn`."""
-    B, C = (matrix if matrix.dim() == 4 else matrix.unsqueeze(1) for matrix in (B, C))
-    groups = max(B.shape[1], C.shape[1])
-
-    def split(tensor: Tensor | None, dim: int) -> list:
-        return [None] * groups if tensor is None else list(tensor.chunk(groups, dim))
-
-    B, C = (matrix.mT.expand(-1, groups, -1, -1) for matrix in (B, C))
-    scans = zip(
-        *(split(u, 2), split(delta, 2), split(A, 0), B.unbind(1), C.unbind(1)),
-        *(split(D, 0), split(z, 2), split(bias, 0), [softplus] * groups, split(h0, 1)),
-        strict=True,
-    )
-    ys, hs = zip(*(selective_scan(*arguments) for arguments in scans), strict=True)
-    return (ys[0], hs[0]) if groups == 1 else (torch.cat(ys, 2), torch.cat(hs, 1))
-
-
-def _scan_each_state(u, delta, A, B, C, D, z, bias, softplus, h0) -> tuple[Tensor, Tensor]:
-    """Does the same for all shapes of B and C: each of the D N states is a channel of its own."""
-    dtype, (batch, length, _), (channels, states) = u.dtype, u.shape, A.shape
-    exact = torch.promote_types(dtype, torch.float32)
-    u = u.to(exact)
-    B, C = (_spread(matrix.to(exact), channels) for matrix in (B, C))
-    one = u.new_ones(batch, length, 1)
-    hs, last = selective_scan(
-        (u.unsqueeze(3) * B).flatten(2),
-        delta.repeat_interleave(states, 2),
-        A.reshape(-1, 1),
-        one,
-        one,
-        dt_bias=None if bias is None else bias.repeat_interleave(states),
-        softplus=softplus,
-        h0=None if h0 is None else h0.reshape(batch, -1, 1),
-    )
-    y = (hs.unflatten(2, (channels, states)) * C).sum(3)
-    if D is not None:
-        y = y + D * u
-    if z is not None:
-        y = y * F.silu(z.to(exact))
-    return y.to(dtype), last.view(batch, channels, states)
-
-
-def _spread(matrix: Tensor, channels: int) -> Tensor:
-    """Returns B or C in a shape that broadcasts to (B, L, D, N)."""
+def _groups_of(matrix: Tensor, u: Tensor) -> list[Tensor]:
+    """Returns B or C of each group, (B, L, N)."""
     if matrix.dim() == 2:
-        return matrix
-    if matrix.dim() == 3:
-        return matrix.mT.unsqueeze(2)
-    return matrix.repeat_interleave(channels // matrix.shape[1], 1).permute(0, 3, 1, 2)
+        matrix = matrix[None, ..., None].expand(len(u), -1, -1, u.shape[2])
+    return [matrix.mT] if matrix.dim() == 3 else list(matrix.mT.unbind(1))
 
 
 def _check_arguments(u, delta, A, B, C, D, z, delta_bias, initial_state) -> None:
