@@ -71,11 +71,6 @@ class Observation(ABC):
     def mean(self) -> Tensor:
         """Expectation (B, T, D); for tokens the mode, (B, T)."""
 
-    @property
-    def mode(self) -> Tensor:
-        """Most likely x, of the shape of x."""
-        return self.mean
-
     def log_prob(self, x: Tensor) -> Tensor:
         """Returns log p(x_t | w_t) in nats, summed over features, (B, T)."""
         return self.entry_log_prob(x).sum(-1)
@@ -270,10 +265,6 @@ class Bernoulli(Observation):
     def mean(self) -> Tensor:
         return self.logits.sigmoid()
 
-    @property
-    def mode(self) -> Tensor:
-        return (self.logits > 0).to(self.logits.dtype)
-
     def entry_log_prob(self, x: Tensor) -> Tensor:
         x = x.to(self.logits.dtype)
         return x * F.logsigmoid(self.logits) + (1 - x) * F.logsigmoid(-self.logits)
@@ -336,40 +327,25 @@ class LogisticMixture(Observation):
         bend = next(bends) - next(bends)
         return (self.logits.softmax(-1) * (self.loc.clamp(0, 1) + self.scale * bend)).sum(-1)
 
-    @property
-    def mode(self) -> Tensor:
-        """The most likely among the levels nearest to the components and the two edge levels."""
-        edges = self.loc.new_tensor([0.0, 1.0]).expand(*self.loc.shape[:-1], 2)
-        candidates = torch.cat((self._to_grid(self.loc), edges), dim=-1)
-        best = self.log_mass(candidates).argmax(-1, keepdim=True)
-        return candidates.gather(-1, best).squeeze(-1)
-
     def entry_log_prob(self, x: Tensor) -> Tensor:
-        return self.log_mass(x.to(self.loc.dtype).unsqueeze(-1)).squeeze(-1)
+        x = x.to(self.loc.dtype).unsqueeze(-1)
+        upper, lower = x - self.loc + self.width / 2, x - self.loc - self.width / 2
+        # F(a) - F(b) = F(a) F(-b) (1 - exp(b - a)), exact in the tails where the difference itself
+        # would be 0
+        below, above = F.logsigmoid(upper / self.scale), F.logsigmoid(-lower / self.scale)
+        inside = below + above + torch.log(-torch.expm1(-self.width / self.scale))
+        mass = torch.where(x > 1 - self.width / 2, above, inside)
+        mass = torch.where(x < self.width / 2, below, mass)
+        return torch.logsumexp(self.logits.log_softmax(-1) + mass, dim=-1)
 
     def sample(self, noise: Tensor, temperature: float = 1.0) -> Tensor:
         choice, u = noise.to(self.loc.dtype).chunk(2, dim=-1)
         component = inverse_cdf(self.logits, choice, _positive(temperature)).unsqueeze(-1)
         loc = torch.take_along_dim(self.loc, component, -1).squeeze(-1)
         scale = torch.take_along_dim(self.scale, component, -1).squeeze(-1)
-        return self._to_grid(loc + scale * temperature * torch.logit(u))
-
-    def _to_grid(self, x: Tensor) -> Tensor:
         levels = round(1 / self.width)
+        x = loc + scale * temperature * torch.logit(u)
         return (x * levels).round().clamp(0, levels) / levels
-
-    def log_mass(self, x: Tensor) -> Tensor:
-        """Returns log-probabilities of candidate values per feature, both (B, T, D, candidates)."""
-        x = x.unsqueeze(-1)
-        logits, loc, scale = (v.unsqueeze(-2) for v in (self.logits, self.loc, self.scale))
-        upper, lower = (x - loc + self.width / 2) / scale, (x - loc - self.width / 2) / scale
-        # F(a) - F(b) = F(a) F(-b) (1 - exp(b - a)), exact in the tails where the difference itself
-        # would be 0
-        below, above = F.logsigmoid(upper), F.logsigmoid(-lower)
-        inside = below + above + torch.log(-torch.expm1(-self.width / scale))
-        mass = torch.where(x > 1 - self.width / 2, above, inside)
-        mass = torch.where(x < self.width / 2, below, mass)
-        return torch.logsumexp(logits.log_softmax(-1) + mass, dim=-1)
 
 
 class Latents:
@@ -413,10 +389,6 @@ class Latents:
     def detach(self) -> "Latents":
         """Returns the same distribution without a gradient."""
         return Latents(self.raw.detach())
-
-    def entropy(self) -> Tensor:
-        """Returns the entropy, summed over components, (...)."""
-        return -(self.probs * self.log_probs).sum((-2, -1))
 
     def kl_to_uniform(self) -> Tensor:
         """Returns KL(self || uniform) = Z log N - entropy, (...)."""
