@@ -11,20 +11,6 @@ from vssm.models.vrnn import VRNN as VRNN
 from vssm.models.vrnn import Trajectory as Trajectory
 from vssm.nn import first_weight as first_weight
 
-__all__ = [
-    "MODELS",
-    "VRNN",
-    "AnyPart",
-    "Autoregressive",
-    "BaseModel",
-    "Ladder",
-    "Model",
-    "Trajectory",
-    "Variational",
-    "build",
-    "first_weight",
-]
-
 Model = Autoregressive | Variational | VRNN | Ladder | AnyPart
 
 MODELS: dict[str, type[Autoregressive] | type[Variational] | type[VRNN]] = {

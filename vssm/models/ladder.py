@@ -64,15 +64,12 @@ class Task(NamedTuple):
 
     def repeat(self, times: int) -> "Task":
         """Returns the batch `times` times."""
-        live = tuple(part.repeat(times, 1) for part in self.live)
-        evidence = tuple(part.repeat(times, 1, 1) for part in self.evidence)
-        return Task(
-            self.e.repeat(times, 1, 1),
-            self.cut.repeat(times),
-            self.new.repeat(times, 1),
-            live,
-            evidence,
-        )
+
+        def copies(values: Tensor) -> Tensor:
+            return values.repeat(times, *[1] * (values.ndim - 1))
+
+        known = copies(self.e), copies(self.cut), copies(self.new)
+        return Task(*known, tuple(map(copies, self.live)), tuple(map(copies, self.evidence)))
 
 
 class Rung(nn.Module):
@@ -89,12 +86,8 @@ class Rung(nn.Module):
 
     def __init__(self, config: ModelConfig, span: int) -> None:
         super().__init__()
-        self.latents, self.classes, width = (
-            config.latents // config.levels,
-            config.classes,
-            config.width,
-        )
-        codes, self.span = self.latents * self.classes, span
+        self.latents, self.classes = config.latents // config.levels, config.classes
+        codes, width, self.span = self.latents * self.classes, config.width, span
         self.block: MambaBlock = MambaBlock(config)
         self.norm: RMSNorm = RMSNorm(width, eps=1e-5)
         self.prior_and_query: Linear = Linear(width, codes + width)
