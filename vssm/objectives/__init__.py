@@ -63,27 +63,23 @@ class _Draws(NamedTuple):
     device: torch.device
     generator: torch.Generator | None
 
-    @property
-    def rows(self) -> slice:
-        return slice(self.shard[0] * self.batch, (self.shard[0] + 1) * self.batch)
-
     def gumbel(self, steps: int, latents: int, classes: int, *before: int) -> Tensor:
         """Returns uniform numbers in (0, 1), (..., B, T, Z, N)."""
         shape = (*before, self.batch * self.shard[1], steps, latents, classes)
-        noise = gumbel_uniform(shape, self.device, self.generator)
-        return noise.narrow(len(before), self.rows.start, self.batch)
+        return self._own(gumbel_uniform(shape, self.device, self.generator), len(before))
 
     def share(self, *sizes: int) -> Tensor:
         """Returns uniform numbers in [0, 1), (B, ...): one for each row if no size is given."""
-        size = self.batch * self.shard[1]
         options = {"dtype": torch.float32, "device": self.device, "generator": self.generator}
-        return torch.rand(size, *sizes, **options)[self.rows]
+        return self._own(torch.rand(self.batch * self.shard[1], *sizes, **options))
 
     def cut(self, length: int) -> Tensor:
         """Returns one number of {0, ..., T} for each row."""
-        size = (self.batch * self.shard[1],)
         options = {"device": self.device, "generator": self.generator}
-        return torch.randint(0, length + 1, size, **options)[self.rows]
+        return self._own(torch.randint(length + 1, (self.batch * self.shard[1],), **options))
+
+    def _own(self, drawn: Tensor, dim: int = 0) -> Tensor:
+        return drawn.narrow(dim, self.shard[0] * self.batch, self.batch)
 
 
 def objective(
