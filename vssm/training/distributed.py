@@ -80,9 +80,7 @@ class World:
         """Returns whole tensors on rank 0, none elsewhere; every process must call this."""
         result = {}
         for name, tensor in tensors.items():
-            full: Any = tensor
-            if hasattr(tensor, "full_tensor"):
-                full = full.full_tensor()
+            full: Any = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore
             if self.rank == 0:
                 result[name] = full.detach().cpu().contiguous()
         return result

@@ -284,20 +284,14 @@ class Tally:
     """Sums the terms of good steps on the device, and counts the steps that were skipped."""
 
     names: tuple[str, ...] = (*Terms._fields, "gradient_norm")
-    sums: Tensor
-    culprit: Tensor
-    counts: Tensor
-    step: Tensor
-    taken: Tensor
-    skipped: Tensor
-    streak: Tensor
     stopped: Tensor
+    """The step that ends the training, 0 if none does."""
 
     def __init__(self, device: torch.device) -> None:
         num = len(self.names)
-        self.numbers: Tensor = torch.zeros(2 * num + 5, dtype=torch.float64, device=device)
-        self.sums, self.culprit, self.counts = self.numbers.split([num, num, 5])
-        self.step, self.taken, self.skipped, self.streak, self.stopped = self.counts
+        self._numbers = torch.zeros(2 * num + 5, dtype=torch.float64, device=device)
+        self._sums, self._culprit, self._counts = self._numbers.split([num, num, 5])
+        self._step, self._taken, self._skipped, self._streak, self.stopped = self._counts
 
     def add(self, values: Tensor, finite: Tensor) -> None:
         """Adds one step: its values in the order of `names`, and whether all are finite.
@@ -305,20 +299,20 @@ class Tally:
         All tensors change in place, so that a CUDA graph of this can be replayed.
         """
         values = values.double()
-        self.step += 1
-        self.sums += values.masked_fill(~finite, 0.0)
-        self.culprit.copy_(torch.where(finite, self.culprit, values))
-        self.taken += finite
-        self.skipped += ~finite
-        self.streak.copy_((self.streak + 1) * ~finite)
-        self.stopped += ((self.streak == _STREAK) & (self.stopped == 0)) * self.step
+        self._step += 1
+        self._sums += values.masked_fill(~finite, 0.0)
+        self._culprit.copy_(torch.where(finite, self._culprit, values))
+        self._taken += finite
+        self._skipped += ~finite
+        self._streak.copy_((self._streak + 1) * ~finite)
+        self.stopped += ((self._streak == _STREAK) & (self.stopped == 0)) * self._step
 
     def fetch(self) -> tuple[dict[str, float], int, int]:
         """Returns the means since the last call, steps skipped in all, and bad steps in a row.
 
         Raises `TrainingStopped` when ten steps in a row were not finite.
         """
-        num, (*terms, _, taken, skipped, streak, stopped) = len(self.names), self.numbers.tolist()
+        num, (*terms, _, taken, skipped, streak, stopped) = len(self.names), self._numbers.tolist()
         sums, culprit = terms[:num], terms[num:]
         if stopped:
             bad = [n for n, v in zip(self.names, culprit, strict=True) if not math.isfinite(v)]
@@ -327,14 +321,14 @@ class Tally:
                 f"step {stopped:.0f}: {term} is not finite, for the tenth step in a row;"
                 " lower learning_rate, or look for extreme values in the data"
             )
-        self.sums.zero_()
-        self.taken.zero_()
+        self._sums.zero_()
+        self._taken.zero_()
         means = {n: s / taken if taken else math.nan for n, s in zip(self.names, sums, strict=True)}
         return means, int(skipped), int(streak)
 
     def restore(self, step: float, skipped: float, streak: float) -> None:
         """Continues from a checkpoint."""
-        self.counts.copy_(self.counts.new_tensor([step, 0.0, skipped, streak, 0.0]))
+        self._counts.copy_(self._counts.new_tensor([step, 0.0, skipped, streak, 0.0]))
 
 
 def mix(*parts: object) -> int:
