@@ -36,17 +36,16 @@ def fuse(model: Model) -> None:
 
 
 def _replace(parent: nn.Module) -> None:
+    fused = {
+        Linear: PackedLinear,
+        MambaBlock: FusedMamba,
+        AttentionBlock: FusedAttention,
+        GRUBlock: FusedGRU,
+    }
     for name, child in list(parent.named_children()):
         _replace(child)
-        if type(child) is Linear:
-            child = PackedLinear(child)
-        elif type(child) is MambaBlock and _has_own_parts(child):
-            child = FusedMamba(child)
-        elif type(child) is AttentionBlock and _has_own_parts(child):
-            child = FusedAttention(child)
-        elif type(child) is GRUBlock and _has_own_parts(child):
-            child = FusedGRU(child)
-        setattr(parent, name, child)
+        if type(child) in fused and _has_own_parts(child):
+            setattr(parent, name, fused[type(child)](child))
 
 
 def _has_own_parts(block: nn.Module) -> bool:

@@ -156,7 +156,8 @@ class Programs:
             return None
         self._programs[key] = program
         if len(self._programs) > _PROGRAMS:
-            self._wait_for_device()
+            if self._stream is not None:
+                self._stream.synchronize()  # before the memory of a replay is freed
             self._programs.popitem(last=False)
         return self._programs[key]
 
@@ -167,11 +168,6 @@ class Programs:
             if self._stream is not None and self._stream != current:
                 current.wait_stream(self._stream)
             self._stream = current
-
-    def _wait_for_device(self) -> None:
-        """Waits for the last replay, before the memory that it uses is freed."""
-        if self._stream is not None:
-            self._stream.synchronize()
 
 
 class OneShot:

@@ -43,12 +43,8 @@ def duplicate(tree: State, position: int | None = None) -> State:
     copies = list(map(torch.empty_like, rows))
     copy(copies, rows)
     left = iter(copies)
-    made = tree.map(lambda tensor: _expand(next(left), tensor.shape))
+    made = tree.map(lambda tensor: next(left).expand(tensor.shape))
     return made if position is None else place(made, position)
-
-
-def _expand(row: Tensor, shape: torch.Size) -> Tensor:
-    return row if row.shape == shape else row.expand(shape)
 
 
 def describe(state: State) -> Hashable:
