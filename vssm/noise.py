@@ -82,28 +82,15 @@ def philox(counter: Tensor, key: Tensor) -> Tensor:
         >>> [hex(word) for word in philox(torch.zeros(4, 1).long(), torch.zeros(2, 1).long())[:, 0]]
         ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
     """
-    ones = [1] * (key.dim() - 1)
-    # Constants made by arithmetic: a tensor from a Python list would be a blocking copy on a GPU.
-    half = torch.arange(2, device=key.device).view(2, *ones)
-    M, W = _M0 + half * (_M1 - _M0), _W0 + half * (_W1 - _W0)
-    keys = key + torch.arange(10, device=key.device).view(10, 1, *ones) * W
-    # As tensors they dispatch faster than as numbers; CPU scalars go with any device.
-    shift, mask = (torch.tensor(number, device="cpu") for number in (32, _MASK))
-    # (p0, p1, p0) in three rows holds the products in order and swapped, the latter without a slow
-    # `flip`. Two such buffers take turns, because the odd words of one round are read in the next.
-    buffers = [counter.new_empty(3, *counter.shape[1:]) for _ in range(2)]
-    views = [(buffer[:2], buffer[0], buffer[2], buffer[1:]) for buffer in buffers]
-    even, odd = counter[0::2], counter[1::2]
-    for i, k in enumerate(keys.unbind()):
-        product, first, copy, swapped = views[i % 2]
-        # The 64-bit product may wrap to a negative number: its bits are right all the same. Only
-        # the even words enter a product, so only they need the mask; the odd words keep their high
-        # half until the end.
-        torch.mul(even, M, out=product)
-        copy.copy_(first)
-        even = torch.bitwise_right_shift(swapped, shift).bitwise_xor_(odd)
-        even, odd = even.bitwise_xor_(k).bitwise_and_(mask), swapped
-    return torch.stack((even, odd & _MASK), dim=1).flatten(0, 1)
+    (c0, c1, c2, c3), (k0, k1) = counter, key
+    for _ in range(10):
+        # A product of 64 bits may wrap to a negative number: its bits are right all the same. Only
+        # even words enter products, so the odd words keep their high half until the end.
+        p0, p1 = c0 * _M0, c2 * _M1
+        c0, c1 = (p1 >> 32).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(_MASK), p1
+        c2, c3 = (p0 >> 32).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(_MASK), p0
+        k0, k1 = k0 + _W0, k1 + _W1
+    return torch.stack((c0, c1 & _MASK, c2, c3 & _MASK))
 
 
 def uniform(
