@@ -145,11 +145,8 @@ def make_sequences(
     """
     if isinstance(work.model, AnyPart):
         numbers = torch.arange(rows.start, rows.stop, device=x.device)
-        there = known_entries(work.data.meta, known, numbers)
-        if work.model.head.tokens:
-            return fill(work.model, x, there, rows=numbers, **options)
-        gaps = torch.where(there, x, torch.nan)  # beside those that the data have
-        return fill(work.model, gaps, rows=numbers, **options)
+        there = known_entries(work.data.meta, known, numbers) & ~x.isnan()  # the data have gaps too
+        return fill(work.model, x, there, rows=numbers, **options)
     if known is None:
         return work.engine.generate(len(rows), work.length, rows=rows, **options).x
     prompt = x[:, : work.cut]

@@ -24,7 +24,9 @@ class BaseModel(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config: ModelConfig = config
-        self.owner: str = _owner_of(config)
+        # Not all fields: a new one must not make every older state belong to another model.
+        owner = _unusual(config, "kind").items()
+        self.owner: str = ", ".join(f"{name}={value}" for name, value in owner)
         """The name by which a state knows its model."""
         made = config.features - config.given
         self.head: Head = make_head(config.head, made, config.sigma, config.mixtures, config.bins)
@@ -44,18 +46,11 @@ class BaseModel(nn.Module):
         return html_table(type(self).__name__, self._facts())
 
     def _facts(self) -> dict[str, object]:
-        always = ("kind", "features", "width", "layers")
-        facts = {
-            field.name: getattr(self.config, field.name)
-            for field in dataclasses.fields(self.config)
-            if field.name in always or getattr(self.config, field.name) != field.default
-        }
+        facts = _unusual(self.config, "kind", "features", "width", "layers")
         return {**facts, "parameters": f"{sum(p.numel() for p in self.parameters()):,}"}
 
 
-def _owner_of(config: ModelConfig) -> str:
-    # Only unusual fields: a new field must not make every older state belong to another model.
-    fields = [(f.name, getattr(config, f.name), f.default) for f in dataclasses.fields(config)]
-    return ", ".join(
-        f"{name}={value}" for name, value, usual in fields if name == "kind" or value != usual
-    )
+def _unusual(config: ModelConfig, *always: str) -> dict[str, object]:
+    """Returns the fields of a config that are not at their defaults, and those named."""
+    fields = ((f.name, getattr(config, f.name), f.default) for f in dataclasses.fields(config))
+    return {name: value for name, value, usual in fields if name in always or value != usual}

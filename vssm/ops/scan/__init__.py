@@ -106,9 +106,9 @@ def selective_scan(
     if not needs_operator(*inputs):
         return kernels_of(chosen).scan_forward(inputs, softplus, starts=starts)
     # An exported program must take other lengths, and the length decides what is kept.
-    exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # PyTorch 2.7
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-    return _scan(*inputs, starts, softplus, chosen, recorded and not exporting())[:2]
+    keep = recorded and not torch.compiler.is_exporting()
+    return _scan(*inputs, starts, softplus, chosen, keep)[:2]
 
 
 def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
