@@ -46,11 +46,7 @@ class GRUBlock(nn.Module):
 
     def cell(self, x: Tensor, h: Tensor) -> Tensor:
         """Returns the hidden state after one step, (B, width)."""
-        weights, biases = (
-            (getattr(self.gru, f"{name}_ih_l0"), getattr(self.gru, f"{name}_hh_l0"))
-            for name in ("weight", "bias")
-        )
-        return torch.gru_cell(self.norm(x)[:, 0], h, *weights, *biases)
+        return torch.gru_cell(self.norm(x)[:, 0], h, *self.gru.all_weights[0])
 
 
 def join_weights(model: nn.Module) -> None:
