@@ -49,7 +49,7 @@ from vssm.models.ladder import Task
 from vssm.objectives import real_steps
 from vssm.objectives.parts import for_entries, there_and_finite
 
-__all__ = ["METHODS", "check_method", "estimates", "log_likelihood", "reconstruct"]
+__all__ = ["METHODS", "estimates", "log_likelihood", "reconstruct"]
 
 METHODS = ("importance", "particles")
 
@@ -109,7 +109,11 @@ def log_likelihood(
     seed = whole_number("seed", seed, -(2**63))
     check_number("seed", seed, -(2**63), below=2**63, whole=True)
     check_choice("prior", prior, ("uniform", "partial"))
-    check_method(model, method)
+    check_choice("method", method, METHODS)
+    if method == "particles" and isinstance(model, Ladder | AnyPart):
+        raise ValueError(
+            "method='particles' is not for models with levels or known='any'; use 'importance'"
+        )
     real = None if lengths is None else real_steps(x, lengths)
     shortest = x.shape[1] if lengths is None else int(lengths.min())
     if prompt_length > shortest:
@@ -163,15 +167,6 @@ def _numbers(x: Tensor, rows: Sequence[int] | Tensor | int) -> Tensor:
             " the first of them"
         )
     return given
-
-
-def check_method(model: Model, method: str) -> None:
-    """Raises unless the method can estimate the likelihood of the model."""
-    check_choice("method", method, METHODS)
-    if method == "particles" and isinstance(model, Ladder | AnyPart):
-        raise ValueError(
-            "method='particles' is not for models with levels or known='any'; use 'importance'"
-        )
 
 
 def estimates(

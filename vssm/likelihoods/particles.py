@@ -91,7 +91,8 @@ def filtered(
             nats = torch.cat([start, nats], 1)  # log p(x_{1:t}) at t
             parts.append([nats[:, -1] - nats[:, cut] for cut, _ in cases])
         else:
-            steps = _variational_steps(model, some, cases, real)
+            q_z, _ = model.posterior(some)
+            steps = [_variational_step(model, some, q_z, *case, real) for case in cases]
             parts.append([_run(step, u, again)[:, -1] for step in steps])
     dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     return [torch.cat(part).to(dtype) for part in zip(*parts, strict=True)]
@@ -131,30 +132,24 @@ def _choose(w: Tensor, u: Tensor) -> Tensor:
     return torch.searchsorted(ends, points, right=True).clamp_(max=num - 1).T
 
 
-def _variational_steps(
-    model: Variational, x: Tensor, cases: list[tuple[int, str]], mask: Tensor
-) -> list[Step]:
-    """Returns the step of each case, which share a posterior."""
-    q_z, _ = model.posterior(x)
+def _variational_step(
+    model: Variational, x: Tensor, q_z: Latents, cut: int, prior: str, mask: Tensor
+) -> Step:
+    p_z = partial_prior(model, x, cut, prior)
+    uniform = -model.config.latents * math.log(model.config.classes)
 
-    def step_of(cut: int, prior: str) -> Step:
-        p_z = partial_prior(model, x, cut, prior)
-        uniform = -model.config.latents * math.log(model.config.classes)
+    def step(t: int, u: Tensor, state: State | None) -> tuple[Tensor, State]:
+        at = slice(t, t + 1)
+        q_t = Latents(q_z.raw[:, at])
+        z = q_t.sample(u)
+        p_x, state = model.likelihood(z.flatten(0, 1), state)
+        log_p_z = uniform if p_z is None else Latents(p_z.raw[:, at]).log_prob(z)
+        log_w = log_p_z - q_t.log_prob(z)
+        if t >= cut:
+            log_w = log_w + p_x.log_prob(repeated(x[:, at], len(u))).unflatten(0, u.shape[:2])
+        return log_w[..., 0] * mask[:, t], state
 
-        def step(t: int, u: Tensor, state: State | None) -> tuple[Tensor, State]:
-            at = slice(t, t + 1)
-            q_t = Latents(q_z.raw[:, at])
-            z = q_t.sample(u)
-            p_x, state = model.likelihood(z.flatten(0, 1), state)
-            log_p_z = uniform if p_z is None else Latents(p_z.raw[:, at]).log_prob(z)
-            log_w = log_p_z - q_t.log_prob(z)
-            if t >= cut:
-                log_w = log_w + p_x.log_prob(repeated(x[:, at], len(u))).unflatten(0, u.shape[:2])
-            return log_w[..., 0] * mask[:, t], state
-
-        return step
-
-    return [step_of(cut, prior) for cut, prior in cases]
+    return step
 
 
 def _vrnn_step(model: VRNN, x: Tensor, mask: Tensor) -> Step:
