@@ -182,8 +182,8 @@ def evaluate_run(
     split = data.test() if asked.splits == "test" else data.valid
     path = folder / ("eval.json" if asked.splits == "test" else "eval_valid.json")
     work = Work(model, data, split, device, asked.batch or 0, progress or no_progress)
-    metrics = _scores(work, limits.num_samples, limits.max_sequences, asked.particles)
     index = quality.evenly_spaced(len(split), limits.max_sequences)
+    metrics = _scores(work, index, limits.num_samples, asked.particles)
     for name in asked.known:
         metrics |= fill_scores(work, index, name, asked.passes, limits.num_samples)
     calls = quality.generation_calls(work, asked.dials)
@@ -222,11 +222,9 @@ def _check_asked(model: Model, dials: bool, particles: bool, known: Sequence[str
         )
 
 
-def _scores(
-    work: Work, num_samples: int, max_sequences: int | None, particles: bool
-) -> dict[str, float]:
+def _scores(work: Work, index: np.ndarray, num_samples: int, particles: bool) -> dict[str, float]:
     """Measures the ELBO and the likelihoods."""
-    model, index = work.model, quality.evenly_spaced(len(work.split), max_sequences)
+    model = work.model
     parallel = isinstance(model, Variational | Ladder | AnyPart)
     metrics: dict[str, float] = {
         "sequences": len(index),
