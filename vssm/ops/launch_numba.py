@@ -7,6 +7,7 @@ order: the same input always gives the same bits.
 """
 
 import functools
+import math
 import os
 from array import array
 from collections.abc import Callable
@@ -17,14 +18,15 @@ import torch
 from torch import Tensor
 
 from vssm.ops.conv import numba as conv
+from vssm.ops.latents import numba as latents
 from vssm.ops.scan import numba as scan
 from vssm.ops.vectors import LANES, ROW
 
 __all__ = [
     "conv_backward",
     "conv_forward",
-    "room",
-    "run",
+    "sample_backward",
+    "sample_forward",
     "scan_ahead",
     "scan_backward",
     "scan_forward",
@@ -113,6 +115,33 @@ def conv_backward(
     run(conv.backward_kernel, rows, (None, None, bias), taps.shape[1], conv.SIZE, starts=starts)
     sums = _total(dtaps)
     return dx, sums[:-1].T.contiguous(), sums[-1], dstate
+
+
+def sample_forward(
+    logits: Tensor, noise: Tensor, prior: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Returns z (..., Z, N) in the given dtype and the KL (...)."""
+    z, kl = room(*logits.shape), room(1, 1, math.prod(logits.shape[:-1]))
+    _run_latents(0, kl, logits, noise, prior, z, None, None)
+    return z.to(dtype), kl.view(logits.shape[:-1]).sum(-1)
+
+
+def sample_backward(
+    dz: Tensor, dkl: Tensor, logits: Tensor, noise: Tensor, prior: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of the logits and of the prior's, (..., Z, N); empty for no prior."""
+    dv, dp = room(*logits.shape), room(*(0,) if prior is None else prior.shape)
+    dkl = dkl.float()[..., None].expand(logits.shape[:-1]).reshape(1, 1, -1)
+    _run_latents(1, dkl, logits, noise, prior, dz, dv, dp)
+    return dv, dp
+
+
+def _run_latents(backward: int, kl: Tensor, *operands: Tensor | None) -> None:
+    v, *rest = (None if x is None else x.float() for x in operands)
+    assert v is not None
+    rows, wholes, classes = (kl, *[None] * 8), (v, None, None, *rest), v.shape[-1]
+    size = ROW * (1 + 6 * (classes + 3))
+    run(latents.latents_kernel, rows, wholes, classes, size, flag=backward)
 
 
 def room(*shape: int) -> Tensor:

@@ -8,15 +8,12 @@ The backends are those of the scan. `vssm.ops.launch_numba` and `vssm.ops.conv.t
 functions `conv_forward` and `conv_backward`.
 """
 
-from functools import cache
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
 from vssm.ops.conv.reference import causal_conv_silu_reference, conv_packed_reference, last_inputs
 from vssm.ops.operators import make_operator
-from vssm.ops.scan import choose_backend, needs_operator
+from vssm.ops.scan import choose_backend, kernels_of, needs_operator
 from vssm.ops.scan.checks import check_starts
 
 __all__ = ["MAX_TAPS", "causal_conv_silu"]
@@ -74,14 +71,14 @@ def causal_conv_silu(
     direct = not needs_operator(x, weight, bias, state)
     if chosen == "triton" and direct and x.numel():
         after = x.new_empty(rows, taps - 1, x.shape[2])
-        return _kernels(chosen).conv_forward(x, weight, bias, state, starts, after), after
+        return kernels_of("conv", chosen).conv_forward(x, weight, bias, state, starts, after), after
     if starts is not None or length < taps - 1:
         after = last_inputs(x, state, taps, starts)
     else:
         after = x[:, length - (taps - 1) :]
         after = after.clone() if direct else after  # x may be a view of a large tensor
     if direct:
-        return _kernels(chosen).conv_forward(x, weight, bias, state, starts), after
+        return kernels_of("conv", chosen).conv_forward(x, weight, bias, state, starts), after
     return _conv(x, weight, bias, state, starts, chosen), after
 
 
@@ -103,24 +100,14 @@ def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None,
         )
 
 
-@cache
-def _kernels(backend: str) -> ModuleType:
-    # Imported at first use, because numba and triton take a second to load.
-    if backend == "numba":
-        from vssm.ops import launch_numba as kernels
-    else:
-        from vssm.ops.conv import triton as kernels
-    return kernels
-
-
 def _forward(*arguments):  # noqa: ANN002, ANN202
     *inputs, backend = arguments
-    return _kernels(backend).conv_forward(*inputs)
+    return kernels_of("conv", backend).conv_forward(*inputs)
 
 
 def _backward(dy, *arguments):  # noqa: ANN001, ANN002, ANN202
     *inputs, backend = arguments
-    return _kernels(backend).conv_backward(dy, *inputs)
+    return kernels_of("conv", backend).conv_backward(dy, *inputs)
 
 
 _conv = make_operator(

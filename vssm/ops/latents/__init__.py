@@ -17,14 +17,12 @@ generation are in `vssm.ops.draws`.
 """
 
 import math
-from functools import cache
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from vssm.ops.operators import make_operator
-from vssm.ops.scan import choose_backend, needs_operator
+from vssm.ops.scan import choose_backend, kernels_of, needs_operator
 
 __all__ = ["MAX_CLASSES", "gumbel_one_hot", "kl_to_uniform", "sample_and_kl"]
 
@@ -95,17 +93,8 @@ def _choose(backend: str, logits: Tensor, *others: Tensor | None) -> str:
     return chosen if fits or backend != "auto" else "reference"
 
 
-@cache
-def _kernels(backend: str) -> ModuleType:
-    if backend == "numba":
-        from vssm.ops.latents import numba as kernels
-    else:
-        from vssm.ops.latents import triton as kernels
-    return kernels
-
-
 def _forward(logits, prior, noise, dtype, backend):  # noqa: ANN001, ANN202
-    return _kernels(backend).sample_forward(logits, noise, prior, dtype)
+    return kernels_of("latents", backend).sample_forward(logits, noise, prior, dtype)
 
 
 def _fake(logits, prior, noise, dtype, backend):  # noqa: ANN001, ANN202
@@ -116,7 +105,7 @@ def _fake(logits, prior, noise, dtype, backend):  # noqa: ANN001, ANN202
 def _backward(dz, dkl, logits, prior, noise, dtype, backend):  # noqa: ANN001, ANN202
     dz = torch.zeros_like(logits, dtype=dtype) if dz is None else dz
     dkl = logits.new_zeros(logits.shape[:-2], dtype=torch.float32) if dkl is None else dkl
-    return _kernels(backend).sample_backward(dz, dkl, logits, noise, prior)
+    return kernels_of("latents", backend).sample_backward(dz, dkl, logits, noise, prior)
 
 
 _sample = make_operator(

@@ -16,14 +16,7 @@ goes across a register. `vssm.ops.vectors` explains tables and tasks. Here its w
 | `DB`, `DC`, `DA`    | z or dz, dv and dv_p, (components, classes)                  |
 | `U`                 | KL, or dKL, (1, 1, components)                               |
 """
-# ruff: noqa: ANN001, ANN202 (numba infers the types of kernels)
-
-import math
-
-import torch
-from torch import Tensor
-
-from vssm.ops.launch_numba import room, run
+# ruff: noqa: ANN001, ANN201, ANN202 (numba infers the types of kernels)
 
 from vssm.ops.vectors import (  # isort: skip
     A_, COUNT, DA, DB, DC, FLAG, FLUSH, H, H0, LANES, ROW, U, compiled, copy, draw_task, exp,
@@ -31,7 +24,7 @@ from vssm.ops.vectors import (  # isort: skip
     set_float_mode, store, width_of, write_states, zero_row,
 )  # fmt: skip
 
-__all__ = ["sample_backward", "sample_forward"]
+__all__ = ["latents_kernel"]
 
 
 @compiled
@@ -130,29 +123,3 @@ def latents_kernel(words, scratch):
                 copy(scratch, 0, each, 0, 1, width, width)
                 draw_classes(words, channel, w)
     set_float_mode(mode)
-
-
-def sample_forward(
-    logits: Tensor, noise: Tensor, prior: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Returns z (..., Z, N) in the given dtype and the KL (...)."""
-    z, kl = room(*logits.shape), room(1, 1, math.prod(logits.shape[:-1]))
-    _run(0, kl, logits, noise, prior, z)
-    return z.to(dtype), kl.view(logits.shape[:-1]).sum(-1)
-
-
-def sample_backward(
-    dz: Tensor, dkl: Tensor, logits: Tensor, noise: Tensor, prior: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of the logits and of the prior's, (..., Z, N); empty for no prior."""
-    dv, dp = room(*logits.shape), room(*(0,) if prior is None else prior.shape)
-    dkl = dkl.float()[..., None].expand(logits.shape[:-1]).reshape(1, 1, -1)
-    _run(1, dkl, logits, noise, prior, dz, dv, dp)
-    return dv, dp
-
-
-def _run(backward, kl, v, u, v_p, z, dv=None, dv_p=None) -> None:
-    classes, wholes = v.shape[-1], (v, None, None, u, v_p, z, dv, dv_p)
-    wholes = tuple(x if x is None else x.float() for x in wholes)
-    rows, size = (kl, *[None] * 8), ROW * (1 + 6 * (classes + 3))
-    run(latents_kernel, rows, wholes, classes, size, flag=backward)

@@ -16,6 +16,7 @@ The modules `vssm.ops.launch_numba` and `vssm.ops.scan.triton` have the function
 `scan_backward` and `scan_ahead`. The choice of a backend is that of all ops.
 """
 
+import importlib
 import importlib.util
 import os
 from functools import cache
@@ -104,7 +105,7 @@ def selective_scan(
     if chosen == "numba":  # it takes float32 only; the Triton kernels take every dtype
         inputs = tuple([None if t is None else t.float() for t in inputs])
     if not needs_operator(*inputs):
-        return kernels_of(chosen).scan_forward(inputs, softplus, starts=starts)
+        return kernels_of("scan", chosen).scan_forward(inputs, softplus, starts=starts)
     # An exported program must take other lengths, and the length decides what is kept.
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     keep = recorded and not torch.compiler.is_exporting()
@@ -189,14 +190,10 @@ def _fits(u, dt, A, B, C, D, z, dt_bias, h0, rows: int | None) -> bool:  # noqa:
 
 
 @cache
-def kernels_of(backend: str) -> ModuleType:
-    """Returns the module that starts the kernels of a backend."""
-    # Imported at first use, because numba and triton take a second to load.
-    if backend == "numba":
-        from vssm.ops import launch_numba as kernels
-    else:
-        from vssm.ops.scan import triton as kernels
-    return kernels
+def kernels_of(op: str, backend: str) -> ModuleType:
+    """Returns the module that starts the kernels of an op; it takes a second to load."""
+    name = "launch_numba" if backend == "numba" else f"{op}.{backend}"
+    return importlib.import_module(f"vssm.ops.{name}")
 
 
 def _kept(u: Tensor, A: Tensor, starts: Tensor | None, backend: str, keep: bool) -> Tensor:
@@ -205,7 +202,7 @@ def _kept(u: Tensor, A: Tensor, starts: Tensor | None, backend: str, keep: bool)
     if keep and backend == "triton":
         sequences = 0 if starts is None else len(starts) - 1
         sizes = (*u.shape, A.shape[1], u.dtype, u.device, sequences)
-        shape = kernels_of(backend).kept_shape(*sizes)
+        shape = kernels_of("scan", backend).kept_shape(*sizes)
     return torch.empty(shape, dtype=torch.float32, device=u.device)
 
 
@@ -213,7 +210,7 @@ def _forward(*arguments):  # noqa: ANN002, ANN202
     *inputs, starts, softplus, backend, keep = arguments
     kept = _kept(inputs[0], inputs[2], starts, backend, keep)
     room = kept if kept.numel() else None
-    return *kernels_of(backend).scan_forward(tuple(inputs), softplus, room, starts), kept
+    return *kernels_of("scan", backend).scan_forward(tuple(inputs), softplus, room, starts), kept
 
 
 def _fake(u, dt, A, B, C, D, z, dt_bias, h0, starts, softplus, backend, keep):  # noqa: ANN001, ANN202
@@ -230,7 +227,7 @@ def _backward(dy, dh, *arguments):  # noqa: ANN001, ANN002, ANN202
     *inputs, starts, softplus, backend, _, kept = arguments
     dy = torch.zeros_like(inputs[0]) if dy is None else dy
     kept = kept if kept.numel() else None
-    return kernels_of(backend).scan_backward(dy, dh, tuple(inputs), softplus, kept, starts)
+    return kernels_of("scan", backend).scan_backward(dy, dh, tuple(inputs), softplus, kept, starts)
 
 
 _scan = make_operator(

@@ -38,4 +38,4 @@ def scan_ahead(
         return selective_scan_reference(*inputs, softplus=True, ahead=True)[0]
     if backend == "numba":
         inputs = tuple([None if t is None else t.float() for t in inputs])
-    return kernels_of(backend).scan_ahead(inputs)
+    return kernels_of("scan", backend).scan_ahead(inputs)
