@@ -323,9 +323,9 @@ class LogisticMixture(Observation):
         # E[clip(X)] = int_0^1 F((mu - t) / s) dt = s (softplus(mu / s) - softplus((mu - 1) / s));
         # the linear part of each softplus is taken out as a clamp, else they would cancel at small
         # scales.
-        bends = (torch.exp(-(self.loc - edge).abs() / self.scale).log1p() for edge in (0, 1))
-        bend = next(bends) - next(bends)
-        return (self.logits.softmax(-1) * (self.loc.clamp(0, 1) + self.scale * bend)).sum(-1)
+        low, high = (torch.exp(-(self.loc - edge).abs() / self.scale).log1p() for edge in (0, 1))
+        means = self.loc.clamp(0, 1) + self.scale * (low - high)
+        return (self.logits.softmax(-1) * means).sum(-1)
 
     def entry_log_prob(self, x: Tensor) -> Tensor:
         x = x.to(self.loc.dtype).unsqueeze(-1)
