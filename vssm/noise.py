@@ -21,11 +21,12 @@ References:
 Legend: c `counter` (4, ...) and k `key` (2, ...) int64 in [0, 2^32); u (B, T, components) float32.
 """
 
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from vssm.ops.scan import HAS_TRITON
 
 __all__ = ["LATENT", "OBSERVATION", "ORDER", "PARTICLE", "Noise", "fork", "philox", "uniform"]
 
@@ -131,7 +132,7 @@ def uniform(
     for name, (value, most) in ranges.items():  # beyond them, noise would repeat
         if not 0 <= value <= most:
             raise ValueError(f"{name} is {value}; it must be 0 to {most}")
-    if seed.is_cuda and find_spec("triton") is not None:
+    if seed.is_cuda and HAS_TRITON:
         from vssm.ops import noise_triton
 
         return noise_triton.uniform(seed, row, position, length, components, stream << 24 | draw)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vssm.ops.latents import MAX_CLASSES
-from vssm.ops.scan import has_triton, needs_operator
+from vssm.ops.scan import HAS_TRITON, needs_operator
 
 __all__ = ["embed_sum", "inverse_cdf", "repeats"]
 
@@ -69,7 +69,7 @@ def inverse_cdf(
 def _runs_kernels(backend: str, x: Tensor) -> bool:
     if backend != "auto" or not x.is_cuda:
         return backend == "triton"
-    return has_triton() and x.dtype != torch.float64 and not needs_operator(x)
+    return HAS_TRITON and x.dtype != torch.float64 and not needs_operator(x)
 
 
 def repeats(logits: Tensor, noise: Tensor) -> tuple[int, int] | None:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vssm.ops.operators import product_dtype
-from vssm.ops.scan import has_triton, needs_operator
+from vssm.ops.scan import HAS_TRITON, needs_operator
 
 __all__ = ["Halves", "PackedWeight", "linear"]
 
@@ -87,7 +87,7 @@ def _runs_kernels(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
         and weight.shape[1] % _DIVISOR == 0
         # Where products may be less accurate than float32, PyTorch's are faster.
         and torch.backends.cuda.matmul.fp32_precision in ("ieee", "none")
-        and has_triton()
+        and HAS_TRITON
         and torch.version.cuda is not None
         and torch.cuda.get_device_capability(x.device) >= (8, 0)
     )

@@ -31,15 +31,16 @@ from vssm.ops.scan.reference import scan_packed_reference, selective_scan_refere
 
 __all__ = [
     "BACKENDS",
+    "HAS_TRITON",
     "choose_backend",
-    "has_triton",
     "kernels_of",
     "needs_operator",
     "selective_scan",
 ]
 
 BACKENDS = ("reference", "numba", "triton")
-_HAS_TRITON = importlib.util.find_spec("triton") is not None  # too slow to ask at every call
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+"""Whether the package `triton` is installed."""
 
 
 def selective_scan(
@@ -142,7 +143,7 @@ def _refusal(backend: str, device: torch.device, dtype: torch.dtype) -> str | No
         if device.type == "cpu" and dtype == torch.float32:
             return None
         return f"it runs float32 on a CPU, not {dtype} on {device.type}"
-    if not has_triton():
+    if not HAS_TRITON:
         return "the package 'triton' is not installed (pip install 'vssm[gpu]')"
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return (
@@ -151,11 +152,6 @@ def _refusal(backend: str, device: torch.device, dtype: torch.dtype) -> str | No
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"it runs float32, bfloat16 and float16, not {dtype}"
     return None
-
-
-def has_triton() -> bool:
-    """Returns whether the package `triton` is installed."""
-    return _HAS_TRITON
 
 
 def needs_operator(*tensors: Tensor | None) -> bool:
