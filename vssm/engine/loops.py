@@ -8,14 +8,13 @@ has fixed shapes. A mask hides the steps after the position, which only the devi
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vssm.engine.programs import OneShot, Recorder
+from vssm.engine.programs import Recorder
 from vssm.engine.trees import copy, duplicate, join_steps, overwrite
 from vssm.nn import AttentionBlock, Stack, State
 
@@ -42,7 +41,7 @@ class Loop:
             self._carried = carried.map(
                 lambda t: torch.zeros_like(t, memory_format=torch.contiguous_format)
             )
-        self._blocks: dict[int, OneShot] = {}
+        self._blocks: dict[int, _Block] = {}
 
     def __call__(self, carried: State, feed: State) -> tuple[State, State]:
         """Runs over all steps of the feed.
@@ -55,17 +54,16 @@ class Loop:
             The outputs of all steps, each (B, T, ...), and the tree after the last step.
         """
         overwrite(self._carried, carried)
-        length, done, made = next(feed.leaves()).shape[1], 0, None
+        steps, done = list(feed.leaves()), 0
+        length, made = steps[0].shape[1], None
         while done < length:
             size = next(size for size in _BLOCKS if size <= length - done)
-            now = slice(done, done + size)
-            steps = feed.map(lambda tensor, now=now: tensor[:, now])
             if size not in self._blocks:
                 before = self._carried.map(torch.clone)
-                take = partial(_take_steps, self._step, self._carried)
-                self._blocks[size] = OneShot(self._recorder, take, steps)
+                self._blocks[size] = _Block(self._recorder, self._step, self._carried, feed, size)
                 overwrite(self._carried, before)  # recording has run the steps
-            new = self._blocks[size](steps)
+            now = slice(done, done + size)
+            new = self._blocks[size]([tensor[:, now] for tensor in steps])
             if made is None:
                 made = new.map(lambda t: t.new_empty(len(t), length, *t.shape[2:]))
             copy([tensor[:, now] for tensor in made.leaves()], new.leaves())
@@ -74,14 +72,32 @@ class Loop:
         return made, duplicate(self._carried, carried.position + length)
 
 
-def _take_steps(step: Step, carried: State, feed: State) -> State:
-    """Takes the steps of a feed, overwrites the carried tree, and returns the outputs."""
-    now, outputs = carried, []
-    for t in range(next(feed.leaves()).shape[1]):
-        now, made = step(now, feed.map(lambda tensor, t=t: tensor[:, t : t + 1]))
-        outputs.append(made)
-    copy(carried.leaves(), now.leaves())
-    return join_steps(outputs)
+class _Block:
+    """A recording of some steps, which overwrites the carried tree."""
+
+    def __init__(
+        self, recorder: Recorder, step: Step, carried: State, feed: State, size: int
+    ) -> None:
+        with torch.inference_mode(False):
+            static = feed.map(lambda t: t[:, :size].clone(memory_format=torch.contiguous_format))
+        outputs: list[State] = []
+
+        def run() -> None:
+            now = carried
+            outputs.clear()
+            for t in range(size):
+                now, made = step(now, static.map(lambda tensor, t=t: tensor[:, t : t + 1]))
+                outputs.append(made)
+            copy(carried.leaves(), now.leaves())
+            outputs[:] = [join_steps(outputs)]
+
+        self._static, self._outputs = list(static.leaves()), outputs
+        self._replay = recorder.record(run)
+
+    def __call__(self, feed: list[Tensor]) -> State:
+        copy(self._static, feed)
+        self._replay()
+        return self._outputs[0]
 
 
 class CachedLoop(Loop):

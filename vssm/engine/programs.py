@@ -194,7 +194,7 @@ class OneShot:
         self._replay = recorder.record(run)
         self._function = function  # a graph reads the tensors that it holds
 
-    def __call__(self, inputs: State, position: int | None = None) -> State:
+    def __call__(self, inputs: State, position: int | None) -> State:
         """Runs the function; all parts of its outputs are at the position, if one is given."""
         copy(self._static, inputs.leaves())
         self._replay()
