@@ -107,7 +107,9 @@ class Head:
         assert w.shape[-1] == self.size, f"head {self.name} needs {self.size} outputs"
         return self.distribution(_at_least_float32(w))
 
-    def validate(self, x: Tensor, name: str = "x", values: bool = True, steps: int = 1) -> None:
+    def validate(
+        self, x: Tensor, name: str = "x", values: bool = True, steps: int = 1, given: int = 0
+    ) -> None:
         """Raises a ValueError unless x has the shape, dtype and range of this head.
 
         Arguments:
@@ -116,13 +118,16 @@ class Head:
             name: What the message calls x.
             values: Whether to check the range too, which waits for the device of x.
             steps: The fewest steps that are allowed.
+            given: The number of given features, which follow those of the head and may be any
+                finite numbers.
         """
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} has type {type(x).__name__}; it must be a torch tensor")
-        last = () if self.tokens else (self.features,)
+        last = () if self.tokens else (self.features + given,)
         if x.dim() != 2 + len(last) or tuple(x.shape[2:]) != last:
-            allowed = ", ".join(("batch", "length", *map(str, last)))
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be ({allowed})")
+            allowed = f"({', '.join(('batch', 'length', *map(str, last)))})"
+            allowed += f", of which the last {given} features are given" if given else ""
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {allowed}")
         if not len(x) or x.shape[1] < steps:
             part, shape = "step" if len(x) else "sequence", tuple(x.shape)
             raise ValueError(
@@ -140,22 +145,33 @@ class Head:
             raise ValueError(f"{name} has {given}; it must be dense, of 16 bits or more a number")
         if not values:
             return
+        made = x if self.tokens else x[..., : self.features]
+        finite = f"finite numbers up to {LARGEST:g}"
         if self.tokens:
-            x = x.long()  # not all integers can be compared
-            bad, allowed = (x < 0) | (x >= self.features), f"0 to {self.features - 1}"
+            made = made.long()  # not all integers can be compared
+            bad, allowed = (made < 0) | (made >= self.features), f"0 to {self.features - 1}"
         elif self.name in HEADS_IN_UNIT:
-            bad = ~((x.float() - 0.5).abs() <= 0.5 + _ROUNDING)  # true for NaN
+            bad = ~((made.float() - 0.5).abs() <= 0.5 + _ROUNDING)  # true for NaN
             allowed = f"0 to 1 with head {self.name!r}"
         else:
-            bad = ~(x.float().abs() <= LARGEST)
-            allowed = f"finite numbers up to {LARGEST:g}"
-        if bad.any():
-            row, step, *_ = place = bad.nonzero()[0].tolist()
-            value = x[tuple(place)].item()
-            given = "contains NaN or infinite values"
-            if math.isfinite(value):
-                given = f"is {value}" if self.tokens else f"is {value:g}"
-            raise ValueError(f"{name} {given} at row {row}, step {step}; use {allowed}")
+            bad, allowed = ~(made.float().abs() <= LARGEST), finite
+        _refuse_bad(name, made, bad, allowed)
+        if given:
+            others = x[..., self.features :]
+            _refuse_bad(
+                f"one of the given features of {name}", others, ~(others.abs() <= LARGEST), finite
+            )
+
+
+def _refuse_bad(name: str, x: Tensor, bad: Tensor, allowed: str) -> None:
+    """Raises a ValueError that names the first bad entry of x, if there is one."""
+    if bad.any():
+        row, step, *_ = place = bad.nonzero()[0].tolist()
+        value = x[tuple(place)].item()
+        given = "contains NaN or infinite values"
+        if math.isfinite(value):
+            given = f"is {value}" if isinstance(value, int) else f"is {value:g}"
+        raise ValueError(f"{name} {given} at row {row}, step {step}; use {allowed}")
 
 
 def make_head(

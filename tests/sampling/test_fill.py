@@ -277,6 +277,30 @@ def test_given_columns_are_kept_and_needed():
     assert made.isfinite().all() and torch.equal(made[..., 2], x[..., 2])
     with pytest.raises(ValueError, match=r"use vssm\.fill"):
         vssm.generate(model)
+    shape = r"must be \(batch, length, 3\), of which the last 1 features are given"
+    for wrong in (x[0], x[..., :2]):
+        with pytest.raises(ValueError, match=shape):
+            vssm.fill(model, wrong)
+    with pytest.raises(ValueError, match=r"x has shape \(0, 4, 3\), no sequences"):
+        vssm.fill(model, x[:0])
+    x[1, 2, 2] = torch.inf
+    for call in (vssm.fill, vssm.log_likelihood, vssm.objective):
+        with pytest.raises(
+            ValueError, match="one of the given features of x contains NaN or infinite"
+        ):
+            call(model, x)
+
+
+def test_more_passes_than_entries_change_nothing():
+    for options in ({}, {"features": 5, "head": "categorical"}):
+        model = any_part(**options)
+        x, known = random_case(0, length=8)
+        if options:
+            x, known = x[..., 0].long(), known[..., 0]
+        made = vssm.fill(model, x, known, passes=model.most_passes)
+        assert torch.equal(vssm.fill(model, x, known, passes=10**9), made)
+    made = [vssm.generate(model, length=6, passes=passes).x for passes in (4, 10**9)]
+    assert torch.equal(*made)
 
 
 def test_mistakes_are_named():

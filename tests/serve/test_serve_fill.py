@@ -107,7 +107,7 @@ def test_merged_and_cut_requests_give_the_results_of_single_ones(models, monkeyp
         ({"x": [[1, 2, 3]]}, "x", "nothing is unknown in x"),
         ({}, "x", "x is missing"),
         ({"x": []}, "x", "x is empty"),
-        ({"x": [[1, None]]}, "x", "x has 2 features; use 3"),
+        ({"x": [[1, None]]}, "x", "x has shape (1, 1, 2); it must be (batch, length, 3)"),
         ({"x": [[1, "2", None]]}, "x", "nested lists of numbers"),
         ({"x": "a_"}, "x", "x is text"),
         ({"model": "letters", "x": "a_z"}, "x", "outside the vocabulary"),

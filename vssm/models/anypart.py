@@ -281,6 +281,11 @@ class AnyPart(BaseModel):
         other, unsure_of_season = interpolate(part.x, part.known, window, season, otherwise=line)
         return [line, unsure, other - line, unsure_of_season]
 
+    @property
+    def most_passes(self) -> int:
+        """The entries of a window that may be unknown: with so many passes, each has its own."""
+        return self.config.window * (1 if self.head.tokens else self.head.features)
+
     def without_given(self, values: Tensor) -> Tensor:
         """Returns the features of values (B, T, D) that are not given; tokens as they are."""
         return values if self.head.tokens else values[..., : self.head.features]

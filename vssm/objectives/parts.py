@@ -133,11 +133,5 @@ def there_and_finite(
     if x.device != device:
         raise ValueError(f"x is on {x.device}; move it to {device}, the device of the model")
     x = torch.where(known, x, torch.zeros((), dtype=x.dtype, device=x.device))
-    made = x if model.head.tokens else x[..., : model.head.features]
-    if not model.head.tokens and x.ndim == 3 and x.shape[2] != model.config.features:
-        raise ValueError(
-            f"x has {x.shape[2]} features; use {model.config.features}, "
-            f"of which the last {model.config.given} are given"
-        )
-    model.head.validate(made, values=wait or device.type == "cpu")
+    model.head.validate(x, values=wait or device.type == "cpu", given=model.config.given)
     return (x.long() if model.head.tokens else x), known

@@ -40,7 +40,8 @@ def fill(
             that are not NaN.
         num: The number of samples of each row. One by default.
         passes: S, the parallel passes. One draws all entries at once; several draw one random part
-            after the other, each given the parts before it.
+            after the other, each given the parts before it. More passes than a window has entries
+            change nothing.
         temperature: Divides the logits of every categorical distribution, and multiplies every
             scale.
         observe: What an unknown entry becomes: the "mean" of its distribution (the mode of a
@@ -108,7 +109,7 @@ def check_filling(
     given = x
     x, known = there_and_finite(model, x, known)
     num = None if num is None else whole_number("num", num, 1)
-    passes = whole_number("passes", passes, 1)
+    passes = min(whole_number("passes", passes, 1), model.most_passes)
     check_choice("observe", observe, ("mean", "sample"))
     options = Options(
         x.shape[1], 0, False, passes, check_temperature(temperature), observe == "sample"

@@ -205,6 +205,8 @@ def _check_options(
     cache: bool,
 ) -> Options:
     length, passes = whole_number("length", length, 0), whole_number("passes", passes, 1)
+    if isinstance(model, AnyPart):
+        passes = min(passes, model.most_passes)
     chunk = None if chunk is None else whole_number("chunk", chunk, 1)
     temperature = check_temperature(temperature)
     check_flag("recondition", recondition)

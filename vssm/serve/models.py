@@ -86,6 +86,7 @@ class Served:
         unknown = self.model.pad(~known)
         columns = 1 if unknown.ndim == 2 else unknown.shape[2]
         u = Noise(seed, row).uniform(0, unknown.shape[1], columns, noise.ORDER).view(unknown.shape)
+        passes = min(passes, self.model.most_passes)
         order = order_of_passes(unknown, u, self.model.config.window, passes)
         return order[:, : known.shape[1]].contiguous()
 
