@@ -261,7 +261,7 @@ def train(model: VSSM, x: Tensor, steps: int, batch: int = 64, rate: float = 4e-
         optimiser.step()
         optimiser.zero_grad()
         schedule.step()
-        if step % max(1, steps // 8) == 0:
+        if step == 1 or step % max(1, steps // 8) == 0:
             seconds, elbo = time.perf_counter() - start, reconstruction - kl
             print(f"step {step}: ELBO {elbo:.1f} nats, {seconds:.0f} s")
 
