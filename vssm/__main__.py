@@ -3,8 +3,6 @@
 import os
 import signal
 
-__all__ = ["main"]
-
 _SPINS = "3000"  # iterations before a waiting thread sleeps; the default is 300,000
 
 

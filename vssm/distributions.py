@@ -39,18 +39,6 @@ from torch import Tensor
 from vssm.ops.draws import inverse_cdf
 from vssm.ops.latents import gumbel_one_hot, kl_to_uniform, sample_and_kl
 
-__all__ = [
-    "HEADS",
-    "HEADS_IN_UNIT",
-    "HEADS_WITH_LOCATION",
-    "Head",
-    "HeadName",
-    "Latents",
-    "Observation",
-    "gumbel_uniform",
-    "make_head",
-]
-
 LARGEST = 1e15  # largest value of x: sums of its square stay far from infinity
 HEADS_IN_UNIT = ("bernoulli", "logistic-mixture")  # their x lies in [0, 1]
 HEADS_WITH_LOCATION = ("gaussian", "gaussian-learned", "student-t")
@@ -136,13 +124,13 @@ class Head:
         floating = x.dtype.is_floating_point
         integer = not (floating or x.dtype.is_complex or x.dtype == torch.bool)
         if not (integer if self.tokens else floating):
-            given = str(x.dtype).removeprefix("torch.")
+            dtype = str(x.dtype).removeprefix("torch.")
             raise ValueError(
-                f"{name} has dtype {given}; it must be {'an integer' if self.tokens else 'a float'}"
+                f"{name} has dtype {dtype}; it must be {'an integer' if self.tokens else 'a float'}"
             )
         if x.layout != torch.strided or (floating and x.dtype.itemsize < 2):
-            given = f"layout {x.layout}, dtype {x.dtype}".replace("torch.", "")
-            raise ValueError(f"{name} has {given}; it must be dense, of 16 bits or more a number")
+            form = f"layout {x.layout}, dtype {x.dtype}".replace("torch.", "")
+            raise ValueError(f"{name} has {form}; it must be dense, of 16 bits or more a number")
         if not values:
             return
         made = x if self.tokens else x[..., : self.features]

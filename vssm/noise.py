@@ -28,8 +28,6 @@ from torch import Tensor
 
 from vssm.ops.scan import HAS_TRITON
 
-__all__ = ["LATENT", "OBSERVATION", "ORDER", "PARTICLE", "Noise", "fork", "philox", "uniform"]
-
 LATENT = 0
 """Stream of the latents z."""
 OBSERVATION = 1

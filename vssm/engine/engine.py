@@ -46,8 +46,6 @@ from vssm.sampling.request import (
     divide,
 )
 
-__all__ = ["Engine"]
-
 _EMPTY_BYTES = 2**28  # of the passes over empty tokens that are kept together
 
 

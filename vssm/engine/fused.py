@@ -16,8 +16,6 @@ from vssm.nn.stack import Linear, RMSNorm, StepSizes
 from vssm.ops import causal_conv_silu, selective_scan
 from vssm.ops.linear import PackedWeight, linear
 
-__all__ = ["fuse"]
-
 
 def fuse(model: Model) -> None:
     """Replaces the layers and blocks of a frozen model by fused ones, in place.

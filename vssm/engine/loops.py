@@ -18,8 +18,6 @@ from vssm.engine.programs import Recorder
 from vssm.engine.trees import copy, duplicate, join_steps, overwrite
 from vssm.nn import AttentionBlock, Stack, State
 
-__all__ = ["CachedLoop", "Loop", "decode_step"]
-
 _BLOCKS = (16, 4, 1)  # steps in one recording
 
 Step: TypeAlias = Callable[[State, State], tuple[State, State]]

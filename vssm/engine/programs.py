@@ -27,8 +27,6 @@ import torch
 from vssm.engine.trees import compact, copy, describe, duplicate
 from vssm.nn import State
 
-__all__ = ["OneShot", "Programs", "Recorder"]
-
 DEVICES = ("cuda",)  # tests add "cpu"
 _PROGRAMS = 8  # kept at a time
 _KEYS = 64  # remembered as asked for once

@@ -24,8 +24,6 @@ from vssm.sampling.request import Request, Result, divide, rows_of_slab
 from vssm.sampling.slabs import in_slabs
 from vssm.sampling.stepwise import next_vrnn, read_autoregressive
 
-__all__ = ["sample_stepwise"]
-
 _NOISE_STEPS = 1024  # steps of noise that are drawn ahead of a loop
 _WORTH = 64  # steps from which recording a loop pays within one call
 _ROOM = 64  # steps in the smallest recorded key-value cache; others double it

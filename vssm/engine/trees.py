@@ -12,18 +12,6 @@ from vssm.models import AnyPart, Model
 from vssm.nn import State
 from vssm.sampling.slabs import one_row
 
-__all__ = [
-    "as_input",
-    "compact",
-    "copy",
-    "describe",
-    "duplicate",
-    "is_relative",
-    "join_steps",
-    "overwrite",
-    "place",
-]
-
 
 def compact(tree: State) -> State:
     """Returns a tree without gaps in memory; a row that all rows share stays one row."""

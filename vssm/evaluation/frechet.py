@@ -28,8 +28,6 @@ from torch import Tensor, nn
 from vssm.data.files import cache_folder
 from vssm.data.storage import read_tensors, write_tensors
 
-__all__ = ["Classifier", "cached_classifier", "features", "frechet_distance", "train_classifier"]
-
 _RECIPE = {
     "channels": [32, 64, 128],
     "strides": [1, 2, 2],

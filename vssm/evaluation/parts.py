@@ -13,8 +13,6 @@ from vssm import noise
 from vssm.data import Meta
 from vssm.objectives.masks import named_mask
 
-__all__ = ["known_entries", "suffix"]
-
 _SEED = 1  # of the masks "random:P"; the number of a sequence, not its batch, decides its mask
 
 

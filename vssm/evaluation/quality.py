@@ -41,10 +41,6 @@ from vssm.evaluation.timing import take_times
 from vssm.models import AnyPart, Ladder, Model, Variational
 from vssm.sampling.filling import fill
 
-__all__ = ["Progress", "Way", "Work", "dials", "draw_grid", "evenly_spaced"]
-__all__ += ["generation_calls", "image_quality", "image_ways", "make_sequences", "measure_times"]
-__all__ += ["no_progress", "observed", "ways_to_sample"]
-
 _LARGE_BATCH = 256  # sequences of the times of the dials
 _SECONDS = 2.0  # that the calls of one time may take
 _COLUMNS, _ROWS = 16, 3  # of a picture of samples, for every way to sample

@@ -5,8 +5,6 @@ from pathlib import Path
 
 from vssm.runs.folder import read_log
 
-__all__ = ["validations"]
-
 
 def validations(folder: Path) -> tuple[dict[str, float | None], dict[str, list[float | None]]]:
     """Returns the best validation of a run, and the bound on log p(x) of every validation.

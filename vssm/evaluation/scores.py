@@ -48,16 +48,6 @@ from vssm.runs.config import SavedConfig
 from vssm.runs.results import result, write_result
 from vssm.sampling.filling import fill
 
-__all__ = [
-    "ACTIVE",
-    "EvaluateOptions",
-    "UnwrittenResult",
-    "evaluate_run",
-    "fill_scores",
-    "likelihoods",
-]
-__all__ += ["reconstruction"]
-
 _SEED = 0  # of all draws; the number of a sequence, not its batch, decides which draws it gets
 ACTIVE = 0.01
 """Nats of KL above which a latent component counts as active."""

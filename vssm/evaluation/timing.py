@@ -5,8 +5,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["EMPTIED", "take_times", "wall"]
-
 _SHORT = 100.0  # milliseconds that short calls are repeated for
 _MOST_CALLS = 500
 EMPTIED = 2**30

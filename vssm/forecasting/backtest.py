@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
 
-__all__ = ["Backtest", "naive_paths", "rolling_cuts", "score"]
-
 _LONGEST_SHOWN = 6  # horizons of history in a plot
 
 

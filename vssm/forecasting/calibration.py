@@ -25,8 +25,6 @@ from torch import Tensor
 
 from vssm.forecasting.linear import is_close
 
-__all__ = ["Calibration"]
-
 _SHIFTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _LEVEL, _OUTWARDS = 0.9, 0.3
 _LEAST, _MOST = 0.5, 4.0  # of a factor; below 0.5 paths would change their order

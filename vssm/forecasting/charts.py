@@ -11,8 +11,6 @@ from vssm.data.storage import write_atomically
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Fan", "draw_fans"]
-
 _BANDS = (0.95, 0.8, 0.5)
 _MOST_FANS = 12  # in one chart
 

@@ -28,8 +28,6 @@ from vssm.forecasting.linear import (
 )
 from vssm.forecasting.windows import Windows
 
-__all__ = ["Direct", "DirectChoice", "choose_direct", "fit_direct"]
-
 _WIDTH, _DROPOUT = 256, 0.1
 _BATCH, _LEARNING_RATE = 128, 1e-3
 _EVERY, _PATIENCE = 100, 6  # steps between validations; how many may bring nothing better

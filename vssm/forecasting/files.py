@@ -5,8 +5,6 @@ from typing import Any
 
 from vssm.data.storage import write_atomically
 
-__all__ = ["read_frame", "write_forecast"]
-
 
 def read_frame(path: str | Path) -> Any:  # noqa: ANN401
     """Returns the table of a CSV or Parquet file as a pandas DataFrame.

@@ -26,8 +26,6 @@ from vssm.nn import join_weights
 from vssm.objectives.masks import random_masks
 from vssm.training.progress import shows_bars
 
-__all__ = ["choose_layout", "hold_out", "progress_bar", "season_of", "train", "validation"]
-
 _SEASONS = {"min": 60, "h": 24, "B": 5, "D": 7, "W": 52, "M": 12, "Q": 4}
 _MOST_STEPS_AHEAD = 4  # steps of the model in a horizon
 _HELD_OUT = 0.2  # share of a series

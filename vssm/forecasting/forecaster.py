@@ -57,8 +57,6 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
 
-__all__ = ["Forecaster"]
-
 _CALIBRATION_WINDOWS, _PATHS = 256, 100
 _PATHS_AT_ONCE = 4096
 _DIRECT_STEPS = 3  # of the direct forecast for each step of the model, at most

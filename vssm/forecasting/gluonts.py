@@ -11,8 +11,6 @@ from vssm.forecasting.forecaster import Forecaster
 if TYPE_CHECKING:
     from gluonts.model.predictor import Predictor
 
-__all__ = ["predictor"]
-
 
 def predictor(forecaster: Forecaster | str | Path, num_samples: int = 100) -> "Predictor":
     """Returns a forecaster as a GluonTS predictor, which can replace any other predictor.

@@ -17,9 +17,6 @@ from torch import Tensor
 
 from vssm.forecasting.windows import CENTRES, Windows
 
-__all__ = ["Choice", "Linear", "choose_linear", "fit_linear", "is_close", "is_more_exact"]
-__all__ += ["spread_evenly", "windows_apart"]
-
 _PENALTIES = (0.003, 0.03, 0.3, 3.0, 30.0)  # in mean variances of an input
 _FIT_WINDOWS, _MOST_FIT_WINDOWS, _EACH = 6000, 20_000, 40  # _EACH of a series where many are
 _TEST_WINDOWS = 1000

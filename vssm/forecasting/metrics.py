@@ -14,8 +14,6 @@ Legend: paths (W, S, H) of W windows; y (W, H), the true values.
 import torch
 from torch import Tensor
 
-__all__ = ["crps", "scores"]
-
 
 def crps(paths: Tensor, y: Tensor) -> Tensor:
     """Returns the continuous ranked probability score of every value, (W, ...).

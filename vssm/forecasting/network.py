@@ -22,8 +22,6 @@ from vssm.sampling.anypart import make_part
 from vssm.sampling.generation import generate
 from vssm.sampling.request import Options
 
-__all__ = ["build_model", "draw_paths", "loss_of", "model_config"]
-
 
 def model_config(
     kind: str, layout: Layout, given: int, width: int, layers: int, latents: int, classes: int

@@ -24,9 +24,6 @@ from vssm.data.table import LARGEST, usual_step
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Columns", "Panel", "Series", "check_quantiles", "day", "forecast_table"]
-__all__ += ["read_ahead", "read_panel"]
-
 _OWN = ("unique_id", "ds", "y")
 _COUNTED = ("", "Unnamed: 0")  # the index of rows, where pandas wrote it to a file
 _TIME_NAMES = ("ds", "date", "datetime", "time", "timestamp", "index")

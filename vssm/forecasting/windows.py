@@ -26,9 +26,6 @@ from torch import Tensor
 
 from vssm.forecasting.panel import Panel
 
-__all__ = ["CENTRES", "LEAST_SCALE", "Batch", "Direct", "GivenScale", "Layout", "Windows"]
-__all__ += ["centre_and_scale", "pairs", "phases"]
-
 CENTRES = ("mean", "last", "season", "season-level", "season-last")
 LEAST_SCALE = 0.1  # of a window, in deviations of its series
 _MOST_REGRESSORS = 2000  # of a linear forecast; with more, it reads the history only

@@ -23,8 +23,6 @@ from vssm.runs.config import SavedConfig
 from vssm.training.loop import train
 from vssm.training.progress import Progress
 
-__all__ = ["demo"]
-
 # About two million parameters each, of rows of 28 pixels. Times do not depend on the weights.
 _RACERS: dict[Kind, int] = {"vssm": 160, "ssm": 256, "transformer": 192}
 _LENGTHS = (28, 112, 448)

@@ -9,8 +9,6 @@ from typing import Any
 
 from vssm.config import KINDS
 
-__all__ = ["DATA_SETS", "draw_figure", "read_results", "scored_runs", "show_samples", "summary"]
-
 DATA_SETS = ("mnist", "cifar10", "digits")
 _COLOURS: dict[str, str] = dict(
     zip(KINDS, ("#4c72b0", "#dd8452", "#937860", "#8172b3", "#da8bc3", "#55a868"), strict=True)

@@ -42,8 +42,6 @@ from vssm.runs.folder import differing
 from vssm.runs.results import result, write_result
 from vssm.training.progress import Progress, choose_progress
 
-__all__ = ["difference", "reproduce"]
-
 TRAINING_SETS = {"mnist": 54_000, "cifar10": 45_000, "digits": 1_294}  # without validation
 Rates = dict[str, Sequence[float]]
 _FEATURES = {"mnist": 28, "cifar10": 96, "digits": 8}

@@ -28,8 +28,6 @@ from vssm.runs.folder import RunFolder, claim
 from vssm.training.loop import train
 from vssm.training.progress import Progress, choose_progress
 
-__all__ = ["LEARNING_RATES", "check_grid", "grid_configs", "run_grid", "sweep"]
-
 LEARNING_RATES = (1e-2, 5e-3, 1e-3, 5e-4, 1e-4)
 """The paper's grid."""
 

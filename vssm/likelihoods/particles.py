@@ -29,8 +29,6 @@ from vssm.distributions import Latents
 from vssm.models import VRNN, Variational
 from vssm.nn import State
 
-__all__ = ["filtered", "latent_noise", "partial_prior", "repeated"]
-
 Step = Callable[[int, Tensor, State | None], tuple[Tensor, State]]
 """From t, uniform numbers (K, B, 1, Z) and a state to log weights (K, B) and the next state."""
 

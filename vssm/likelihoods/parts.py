@@ -23,8 +23,6 @@ from vssm.models.anypart import AnyPart, Part, order_of_passes
 from vssm.objectives import real_steps
 from vssm.objectives.parts import for_entries, there_and_finite
 
-__all__ = ["log_likelihood_of_part", "reconstruct_part"]
-
 
 def log_likelihood_of_part(
     model: AnyPart,

@@ -49,8 +49,6 @@ from vssm.models.base import BaseModel
 from vssm.models.ladder import Rung
 from vssm.nn import Linear, MambaBlock, RMSNorm, State
 
-__all__ = ["AnyPart", "Part", "interpolate", "order_of_passes"]
-
 Draw = Callable[[int, Latents, Tensor], Tensor]
 """From a level, p(z^l) and the query R_l h to z^l: classes (B, A, Z / L), or one-hot (B, A, Z / L,
 N).

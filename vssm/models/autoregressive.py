@@ -16,8 +16,6 @@ from vssm.distributions import Observation
 from vssm.models.base import BaseModel
 from vssm.nn import Stack, State, embedding
 
-__all__ = ["Autoregressive"]
-
 
 class Autoregressive(BaseModel):
     """Creates a transformer, ssm or rnn that predicts every step from the steps before it.

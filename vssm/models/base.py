@@ -9,8 +9,6 @@ from vssm.config import ModelConfig
 from vssm.distributions import Head, make_head
 from vssm.nn.show import html_table
 
-__all__ = ["BaseModel"]
-
 
 class BaseModel(nn.Module):
     """A model that shows its kind, sizes and parameters; `children()` has its layers.

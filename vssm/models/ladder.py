@@ -40,8 +40,6 @@ from vssm.distributions import Latents, Observation
 from vssm.models.base import BaseModel
 from vssm.nn import LatentEmbedding, Linear, MambaBlock, RMSNorm, Stack, State, embedding
 
-__all__ = ["Ladder", "Rung", "Task"]
-
 Draw = Callable[[int, Latents, Tensor], Tensor]
 """From a level, p(z^l) and the query R_l h to z^l: classes (B, A, Z / L), or one-hot (B, A, Z / L,
 N).

@@ -20,8 +20,6 @@ from vssm.distributions import Latents, Observation
 from vssm.models.base import BaseModel
 from vssm.nn import LatentEmbedding, Stack, State, embedding
 
-__all__ = ["Variational"]
-
 
 class Variational(BaseModel):
     """Creates a vssm or tvae: three stacks, encoder, partial posterior and decoder.

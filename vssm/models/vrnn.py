@@ -24,8 +24,6 @@ from vssm.distributions import Latents, Observation
 from vssm.models.base import BaseModel
 from vssm.nn import LatentEmbedding, Linear, Stack, State, embedding
 
-__all__ = ["VRNN", "Trajectory"]
-
 
 class Trajectory(NamedTuple):
     """The distributions along a sequence, for one draw of its latents."""

@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from vssm.ops import causal_conv_silu, selective_scan
 from vssm.ops.onednn import multiply
 
-__all__ = ["Acceleration", "accelerate"]
-
 _MIXERS = (
     "transformers.models.mamba.modeling_mamba.MambaMixer",
     "transformers.models.falcon_mamba.modeling_falcon_mamba.FalconMambaMixer",

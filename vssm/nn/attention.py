@@ -17,8 +17,6 @@ from vssm.config import ModelConfig
 from vssm.nn.stack import Linear
 from vssm.nn.state import State
 
-__all__ = ["AttentionBlock", "reserve", "trim"]
-
 
 class AttentionBlock(nn.Module):
     """Creates a residual pre-norm block of attention and a feed-forward network."""

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from vssm.config import ModelConfig
 from vssm.nn.state import State
 
-__all__ = ["GRUBlock", "join_weights"]
-
 # Gates in one call: with 1.6e9 of them (50,000 rows of 168 steps), cuDNN 9 read out of bounds.
 MOST_GATES = 2**28
 

@@ -20,8 +20,6 @@ from vssm.nn.stack import Linear, RMSNorm, StepSizes, apply_in_halves
 from vssm.nn.state import State
 from vssm.ops import causal_conv_silu, selective_scan
 
-__all__ = ["MambaBlock", "MambaMixer"]
-
 _DT_RANGE = (1e-3, 1e-1)  # range of the initial step sizes, log-uniform
 _DT_FLOOR = 1e-4
 

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from html import escape
 
-__all__ = ["html_table"]
-
 
 def html_table(title: str, rows: Mapping[str, object]) -> str:
     """Returns a table of names and values, for notebooks.

@@ -22,19 +22,6 @@ from vssm.ops.draws import embed_sum
 from vssm.ops.linear import linear
 from vssm.ops.operators import product_dtype
 
-__all__ = [
-    "BLOCKS",
-    "LatentEmbedding",
-    "Linear",
-    "RMSNorm",
-    "Stack",
-    "StepSizes",
-    "apply_in_halves",
-    "embedding",
-    "first_weight",
-    "sinusoids",
-]
-
 BLOCKS: dict[str, type[nn.Module]] = {}
 """The blocks by name; `vssm.nn` fills this table, because blocks are made of the layers here."""
 

@@ -20,8 +20,6 @@ from vssm.nn.show import html_table
 from vssm.nn.state_file import is_packed_at, pack, unpack
 from vssm.noise import fork
 
-__all__ = ["State"]
-
 _SHOWN = 2  # tensors
 
 

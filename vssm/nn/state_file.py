@@ -15,8 +15,6 @@ from vssm.data.storage import check_checksum, with_checksum
 if TYPE_CHECKING:
     from vssm.nn.state import State
 
-__all__ = ["is_packed_at", "pack", "unpack"]
-
 _FORMAT = "vssm-state-1"
 _DEEPEST = 16  # levels of nested states; the models have four
 

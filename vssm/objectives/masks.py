@@ -18,8 +18,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["named_mask", "parse_mask", "random_masks"]
-
 _SHARES = {
     "nothing": 0.25,
     "prefix": 0.2,

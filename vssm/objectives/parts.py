@@ -25,8 +25,6 @@ from vssm.models.anypart import Part, order_of_passes
 from vssm.objectives.masks import random_masks
 from vssm.ops.operators import product_dtype
 
-__all__ = ["bound_of_part", "for_entries", "part_terms", "there_and_finite"]
-
 _MOST_PASSES = 64
 
 

@@ -22,16 +22,6 @@ from vssm.ops.latents import numba as latents
 from vssm.ops.scan import numba as scan
 from vssm.ops.vectors import LANES, ROW
 
-__all__ = [
-    "conv_backward",
-    "conv_forward",
-    "sample_backward",
-    "sample_forward",
-    "scan_ahead",
-    "scan_backward",
-    "scan_forward",
-]
-
 GROUP = 8  # tiles of a group, at most
 BATCHES = 16  # partial sums over batch rows, at most
 INLINE = 1 << 18  # with fewer elements, waking a second thread costs more than it saves

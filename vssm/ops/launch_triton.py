@@ -14,8 +14,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import JITFunction, driver
 
-__all__ = ["ceil_div", "contiguous", "launch", "next_power", "processors"]
-
 _MOST = 8192  # kernels that are remembered: calls of many lengths may each have their own
 
 

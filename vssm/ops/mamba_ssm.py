@@ -17,8 +17,6 @@ from torch import Tensor
 
 from vssm.ops.scan import selective_scan
 
-__all__ = ["selective_scan_fn"]
-
 
 def selective_scan_fn(
     u: Tensor,

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from vssm.ops.launch_triton import launch
 
-__all__ = ["uniform"]
-
 BLOCK = 256
 
 

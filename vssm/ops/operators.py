@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["make_operator", "product_dtype"]
-
 
 def make_operator(
     name: str,

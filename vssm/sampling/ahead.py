@@ -32,8 +32,6 @@ from vssm.nn.stack import sinusoids
 from vssm.ops import causal_conv_silu
 from vssm.ops.scan.ahead import scan_ahead
 
-__all__ = ["posterior_ahead"]
-
 
 @torch.no_grad()
 def posterior_ahead(model: Variational, x: Tensor, state: State | None = None) -> Latents:

@@ -28,8 +28,6 @@ from vssm.nn import State
 from vssm.noise import Noise
 from vssm.sampling.request import Options, Result
 
-__all__ = ["make_part", "read_any_part", "sample_any_part"]
-
 
 def make_part(
     model: AnyPart,

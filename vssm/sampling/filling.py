@@ -16,8 +16,6 @@ from vssm.objectives.parts import there_and_finite
 from vssm.sampling.anypart import make_part
 from vssm.sampling.request import Options, check_noise, check_temperature
 
-__all__ = ["Filling", "check_filling", "fill"]
-
 
 @torch.no_grad()
 def fill(

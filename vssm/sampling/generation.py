@@ -38,8 +38,6 @@ from vssm.sampling.stepwise import (
     sample_vrnn,
 )
 
-__all__ = ["Generation", "generate", "observe", "own_state", "read", "sample"]
-
 
 class Generation(NamedTuple):
     """The result of `generate`.

@@ -17,8 +17,6 @@ from vssm.nn import State
 from vssm.noise import LATENT, OBSERVATION, Noise
 from vssm.sampling.request import Options, Result
 
-__all__ = ["read_ladder", "sample_ladder"]
-
 
 def sample_ladder(
     model: Ladder, prompt: Tensor | None, state: State | None, source: Noise, options: Options

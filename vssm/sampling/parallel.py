@@ -23,8 +23,6 @@ from vssm.noise import LATENT, OBSERVATION, Noise
 from vssm.sampling.ahead import posterior_ahead
 from vssm.sampling.request import Options, Result
 
-__all__ = ["draw", "empty_steps", "read_variational", "sample_variational"]
-
 _EMPTY_STEPS = 4096  # empty tokens that one row may run over at once, whatever the chunk size
 
 

@@ -18,8 +18,6 @@ from vssm.nn import State
 from vssm.sampling.generation import Generation, generate
 from vssm.sampling.request import check_noise
 
-__all__ = ["Ragged", "generate_ragged", "pad"]
-
 
 class Ragged(NamedTuple):
     """The result of `generate_ragged`."""

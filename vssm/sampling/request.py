@@ -33,18 +33,6 @@ from vssm.nn import State
 from vssm.noise import Noise
 from vssm.sampling.resuming import check_reads, check_state, with_rows
 
-__all__ = [
-    "Options",
-    "Request",
-    "Result",
-    "check_noise",
-    "check_reading",
-    "check_request",
-    "check_temperature",
-    "divide",
-    "rows_of_slab",
-]
-
 SHORTEST = 256  # steps of a chunk: with fewer, rows are divided
 _SHARE = 8  # a slab takes about this part of a GPU's memory: smaller ones are slower
 _CPU_BYTES = 2**32  # of a slab on a CPU

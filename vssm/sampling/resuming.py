@@ -7,8 +7,6 @@ from vssm.checks import whole_number
 from vssm.models import VRNN, Model, Variational
 from vssm.nn import State
 
-__all__ = ["check_reads", "check_state", "shares_latents", "with_rows"]
-
 _FLOAT32 = ("ssm", "last", "open")  # these parts of a state do not have the dtype of the weights
 
 

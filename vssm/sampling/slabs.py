@@ -10,8 +10,6 @@ from torch import Tensor
 from vssm.nn import State
 from vssm.noise import Noise
 
-__all__ = ["in_slabs", "one_row"]
-
 _Rows = Tensor | State | Noise | None
 
 

@@ -12,15 +12,6 @@ from vssm.noise import LATENT, OBSERVATION, Noise
 from vssm.sampling.request import Options, Result, rows_of_slab
 from vssm.sampling.slabs import in_slabs
 
-__all__ = [
-    "next_vrnn",
-    "read_autoregressive",
-    "read_vrnn",
-    "sample_autoregressive",
-    "sample_recomputed",
-    "sample_vrnn",
-]
-
 _NOISE_STEPS = 1024  # steps of noise that are drawn ahead of the loop
 
 

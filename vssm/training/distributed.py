@@ -23,8 +23,6 @@ from torch import Tensor, nn
 from vssm.checks import choose_device
 from vssm.nn import BLOCKS
 
-__all__ = ["World", "join"]
-
 
 @dataclass(frozen=True)
 class World:

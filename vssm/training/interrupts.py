@@ -4,8 +4,6 @@ import signal
 import threading
 from types import FrameType
 
-__all__ = ["Interrupts"]
-
 
 class Interrupts:
     """Postpones the first Ctrl-C or SIGTERM of a `with` block; a second one acts at once.

@@ -44,8 +44,6 @@ from vssm.training.progress import Progress, choose_progress
 from vssm.training.setup import check_data, resolve
 from vssm.training.step import Step, TrainingStopped, learning_rate, mix
 
-__all__ = ["Trainer", "TrainingStopped", "train"]
-
 
 def train(
     config: RunConfig | None,

@@ -30,8 +30,6 @@ from torch import Tensor, nn
 
 from vssm.nn import BLOCKS
 
-__all__ = ["Muon", "block_matrices", "orthogonalize"]
-
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 

@@ -6,8 +6,6 @@ from datetime import timedelta
 from importlib.util import find_spec
 from typing import IO, Any
 
-__all__ = ["Bar", "Lines", "Progress", "choose_progress", "describe", "shows_bars"]
-
 _QUIET_SECONDS = 10  # between two plain lines, unless there is a validation
 
 

@@ -11,8 +11,6 @@ from vssm.data.dataset import in_parts, is_grey
 from vssm.distributions import Head
 from vssm.models import Model
 
-__all__ = ["check_data", "check_values", "resolve"]
-
 
 def resolve(config: RunConfig, meta: Meta, first: Model | None = None) -> RunConfig:
     """Returns the config with the model's features, head and bins taken from the data.

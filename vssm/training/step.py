@@ -33,9 +33,6 @@ from vssm.objectives import Terms, objective
 from vssm.training.distributed import World
 from vssm.training.muon import Muon, block_matrices
 
-__all__ = ["Learner", "Step", "Tally", "TrainingStopped", "learning_rate", "mix"]
-__all__ += ["parameter_groups"]
-
 Parts = dict[str, dict[str, Tensor]]
 _STREAK = 10  # bad steps in a row that stop a run
 

@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["Picture", "draw_chart"]
-
 # All are readable on white and on black.
 _COLOURS = ("#3b8ad0", "#d9652f", "#3a9a68", "#9b66c2", "#b98a2a", "#c4567a")
 _GREY = "#808890"

@@ -20,8 +20,6 @@ from vssm.evaluation.report.chart import Picture, draw_chart
 from vssm.runs.folder import read_log
 from vssm.runs.labels import GROUPS, grouped, is_number, label
 
-__all__ = ["report"]
-
 _TERMS = ("loss", "kl", "partial_elbo")
 _COMPARED = len(GROUPS) - 1  # groups of metrics; the last one has counts
 

@@ -28,8 +28,6 @@ from vssm.lab.bench.measure import Record
 from vssm.models import Model, build
 from vssm.sampling.generation import generate
 
-__all__ = ["FEATURES", "main_generate"]
-
 FEATURES = 28
 """D of the models."""
 

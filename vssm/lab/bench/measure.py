@@ -25,9 +25,6 @@ from vssm.evaluation.timing import EMPTIED, take_times
 from vssm.ops import choose_backend
 from vssm.runs.results import result, write_result
 
-__all__ = ["Record", "check_sizes", "command_line", "failure", "model_options", "number"]
-__all__ += ["median_and_tails", "open_device"]
-
 Call = Callable[[], object]
 T = TypeVar("T")
 

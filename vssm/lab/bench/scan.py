@@ -27,8 +27,6 @@ from vssm.evaluation.timing import take_times
 from vssm.lab.bench.measure import Record, command_line, open_device
 from vssm.ops import choose_backend, selective_scan
 
-__all__ = ["Shape", "floor_ms", "main_scan", "scan_arguments", "time_scan"]
-
 SHAPES: dict[str, tuple[str, ...]] = {
     "cpu": ("16x256x512x16", "1x2048x256x16", "64x28x2048x16", "1x1x512x16"),
     "cuda": ("1024x28", "256x32", "64x1024", "8x4096", "1x65536"),

@@ -30,8 +30,6 @@ from vssm.runs.folder import read_log
 from vssm.training.loop import train
 from vssm.training.progress import Progress
 
-__all__ = ["FEATURES", "LENGTH", "WINDOWS", "add_speed", "main_train", "print_train_table"]
-
 LENGTH = FEATURES = 28
 WARM, WINDOWS = 5, 10
 _EPOCH = 45  # steps; a new order of the data is drawn once an epoch

@@ -16,7 +16,7 @@ Backward computes s of `vssm.ops.conv` again and goes from the last step to the 
 Scratch memory holds rows of LANES numbers: `window`, the inputs of some steps and the K - 1 inputs
 before them; `slopes`, ds of the steps and of the K - 1 steps after them.
 """
-# ruff: noqa: ANN001, ANN201, ANN202 (numba infers the types of kernels)
+# ruff: noqa: ANN001, ANN201 (numba infers the types of kernels)
 
 from vssm.ops.conv import MAX_TAPS
 
@@ -26,8 +26,6 @@ from vssm.ops.vectors import (  # isort: skip
     read_vector, repeat, sequence, set_float_mode, sigmoid, store, store_rows, width_of, write,
     written, zero_row,
 )  # fmt: skip
-
-__all__ = ["backward_kernel", "forward_kernel"]
 
 STEPS = 32  # a window of this many steps stays in the fastest cache
 # Offsets in bytes in the scratch memory of a thread.

@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["causal_conv_silu_reference", "conv_packed_reference", "last_inputs"]
-
 
 def causal_conv_silu_reference(
     x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None = None

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from vssm.ops.launch_triton import ceil_div, contiguous, launch, next_power, processors
 
-__all__ = ["conv_backward", "conv_forward"]
-
 _CHUNK = 32  # steps of a program
 _BLOCK = 512  # channels of a program
 _SHORT = 16  # steps of a short sequence

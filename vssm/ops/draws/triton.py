@@ -15,8 +15,6 @@ from torch import Tensor
 
 from vssm.ops.launch_triton import ceil_div, launch, next_power
 
-__all__ = ["embed_sum", "inverse_cdf"]
-
 TILE = 1024  # elements that a program of `inverse_cdf` holds at a time
 EMBED_TILE = 4096  # elements of a program of `embed_sum`
 LOG2E = tl.constexpr(1.4426950408889634)

@@ -16,15 +16,13 @@ goes across a register. `vssm.ops.vectors` explains tables and tasks. Here its w
 | `DB`, `DC`, `DA`    | z or dz, dv and dv_p, (components, classes)                  |
 | `U`                 | KL, or dKL, (1, 1, components)                               |
 """
-# ruff: noqa: ANN001, ANN201, ANN202 (numba infers the types of kernels)
+# ruff: noqa: ANN001, ANN201 (numba infers the types of kernels)
 
 from vssm.ops.vectors import (  # isort: skip
     A_, COUNT, DA, DB, DC, FLAG, FLUSH, H, H0, LANES, ROW, U, compiled, copy, draw_task, exp,
     if_equal, if_less, kernel, load_row, load_word, log, maximum, muladd, read_states,
     set_float_mode, store, width_of, write_states, zero_row,
 )  # fmt: skip
-
-__all__ = ["latents_kernel"]
 
 
 @compiled

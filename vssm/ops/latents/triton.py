@@ -28,8 +28,6 @@ from torch import Tensor
 
 from vssm.ops.launch_triton import contiguous, launch, next_power
 
-__all__ = ["sample_backward", "sample_forward"]
-
 TILE = 1024  # elements that a program holds at a time
 LOG2E = tl.constexpr(1.4426950408889634)
 TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest number that is not flushed to 0

@@ -40,8 +40,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from vssm.ops.launch_triton import ceil_div, contiguous, next_power
 from vssm.ops.linear import Halves, PackedWeight
 
-__all__ = ["Plan", "linear", "plan"]
-
 FEW = 64  # rows up to which a product waits for its weights
 MANY = 384  # rows from which it pays to split operands in a kernel of its own
 SMALL = 6 << 20  # products of numbers up to which few rows are summed without tensor cores

@@ -5,8 +5,6 @@ from torch import Tensor
 from vssm.ops.scan import choose_backend, kernels_of
 from vssm.ops.scan.reference import selective_scan_reference
 
-__all__ = ["scan_ahead"]
-
 
 def scan_ahead(
     u: Tensor,

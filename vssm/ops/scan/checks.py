@@ -5,8 +5,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-__all__ = ["check_starts", "refuse"]
-
 _NAMES = ("u", "dt", "A", "B", "C", "D", "z", "dt_bias", "h0")
 
 

@@ -21,7 +21,7 @@ Nothing of size B T D N is stored: one state in STEPS is kept and the steps betw
 | `B`, `C`         | B and C of some steps, with a stride     | steps, states rounded up to 4 |
 | `trace`          | h, q, s with a_t = s (1 + q) of 4 states | steps, a record each          |
 """
-# ruff: noqa: ANN001, ANN201, ANN202 (numba infers the types of kernels)
+# ruff: noqa: ANN001, ANN201 (numba infers the types of kernels)
 
 from vssm.ops.vectors import (  # isort: skip
     A_, B_, BIAS, BLOCK, C_, CHANNELS, COUNT, D_, DA, DB, DBIAS, DC, DD, DDT, DH0, DT, DU, DZ, FLAG,
@@ -31,8 +31,6 @@ from vssm.ops.vectors import (  # isort: skip
     read_vector, repeat, sequence, set_float_mode, sigmoid, softplus, softplus_derivative, spread,
     store, store_gathered, store_rows, width_of, write, write_states, written, zero_row,
 )  # fmt: skip
-
-__all__ = ["backward_kernel", "forward_kernel"]
 
 STEPS = 32  # the trace of this many steps fits into the fastest cache; even, for `look_ahead`
 SOFTPLUS, HOLD = 1, 2  # bits of the word FLAG

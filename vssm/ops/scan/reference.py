@@ -7,8 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["scan_packed_reference", "selective_scan_reference"]
-
 _CHUNK = 256  # steps that run together, at most
 
 

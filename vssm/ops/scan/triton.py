@@ -62,8 +62,6 @@ from vssm.ops.scan.triton_plans import (  # isort: skip
 )  # fmt: skip
 from vssm.ops.scan.triton_ring import _ring_kernel
 
-__all__ = ["kept_shape", "scan_ahead", "scan_backward", "scan_forward"]
-
 _PACKED = 512  # steps of packed sequences as plans see them: theirs are not known before
 
 
