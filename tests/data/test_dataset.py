@@ -261,7 +261,11 @@ def test_meta_survives_json_and_refuses_newer_fields(tmp_path):
         meta = open_data(config).meta
         assert Meta.from_json(json.loads(json.dumps(meta.to_json()))) == meta
     fields = meta.to_json()
-    for wrong in (fields | {"colour": 1}, {"name": "series"}, [], None):
+    earlier = {"cycles": [], "fill": "previous", "horizon": 24, "time": "date"}
+    earlier |= {"patch": 1, "season": 1, "separate": False, "given_std": None}
+    assert Meta.from_json(fields | earlier) == meta
+    assert Meta.from_json(fields | {"mean": [1.0], "given_mean": [2.0, 3.0]}).mean == (1, 2, 3)
+    for wrong in (fields | {"patch": 2}, fields | {"colour": 1}, {"name": "series"}, [], None):
         with pytest.raises(ValueError, match=r"^data_meta does not fit this version: .*"):
             Meta.from_json(wrong)
 

@@ -9,6 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_ANY = object()
+_RETIRED = {  # fields of earlier versions, and the values with which they change nothing
+    **dict.fromkeys(("fill", "horizon", "time"), _ANY),
+    "cycles": (),
+    "cycles_given": False,
+    "patch": 1,
+    "season": 1,
+    "separate": False,
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Meta:
@@ -67,6 +77,12 @@ class Meta:
                 name: tuple(value) if isinstance(value, list) else value
                 for name, value in fields.items()
             }
+            for name in ("mean", "std"):  # earlier versions kept those of given columns apart
+                if more := values.pop(f"given_{name}", None):
+                    values[name] = (values[name] or ()) + more
+            for name, usual in _RETIRED.items():
+                if name in values and usual in (_ANY, values[name]):
+                    del values[name]
             return cls(**values)
         except (AttributeError, TypeError) as error:  # a missing field, or one of a newer version
             raise ValueError(f"data_meta does not fit this version: {error}") from None
