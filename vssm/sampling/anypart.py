@@ -52,9 +52,11 @@ def make_part(
         pass, which means nothing if `states` is None.
     """
     x, known, unknown, _ = part
-    columns = 1 if x.ndim == 2 else x.shape[2]
-    u = source.uniform(position, x.shape[1], columns, noise.ORDER).view(x.shape)
-    order = order_of_passes(unknown, u, model.config.window, options.passes)
+    order = torch.where(unknown, 0, -1)
+    if options.passes > 1:
+        columns = 1 if x.ndim == 2 else x.shape[2]
+        u = source.uniform(position, x.shape[1], columns, noise.ORDER).view(x.shape)
+        order = order_of_passes(unknown, u, model.config.window, options.passes)
     z = torch.zeros(*x.shape[:2], model.config.latents, dtype=torch.int64, device=x.device)
     after: list[State | None] = []
     for s in range(options.passes):
