@@ -581,6 +581,10 @@ def test_where_files_go_is_checked_before_the_work(run_folder, tmp_path, monkeyp
     assert fails(capsys, "data", "digits", "--out", "nowhere/x.png") == (
         "vssm: out='nowhere/x.png' is not a file name in an existing folder\n"
     )
+    assert fails(capsys, "report", run_folder, "--out", "nowhere/r.html") == (
+        "vssm: out='nowhere/r.html' is not a file name in an existing folder\n"
+    )
+    assert not Path("nowhere").exists()
 
 
 @pytest.mark.parametrize(

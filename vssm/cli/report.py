@@ -5,6 +5,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
+from vssm.cli.samples import check_files
 from vssm.evaluation.report import report
 
 
@@ -18,4 +19,5 @@ def report_page(
         runs: Run folders to show and compare.
         out: Where the page goes: .html or .htm. It needs no other file.
     """
+    check_files({"out": out})
     print(f"report: {report(runs, out)}")
