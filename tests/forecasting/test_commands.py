@@ -45,6 +45,24 @@ def test_the_commands(tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.glob("*.png")} == names
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("generate", "own"),
+        ("fill", "own", "--input", "a.npy", "--out", "b.npy"),
+        ("evaluate", "own"),
+        ("report", "own"),
+    ],
+)
+def test_other_commands_refuse_a_forecaster(words, refused, tmp_path):
+    (tmp_path / "own").mkdir()
+    for name in ("own/config.json", "own/forecaster.json", "a.npy"):
+        (tmp_path / name).write_text("{}")
+    line = "'own' is a forecaster, not a run; use it with: vssm forecast own"
+    assert refused(*words) == f"vssm: {line}\n"
+    assert not (tmp_path / "report.html").exists()
+
+
 def test_mistakes_in_a_file_are_named(refused, tmp_path):
     (tmp_path / "text.csv").write_text("date,a\n2024-01-01,1\n2024-01-02,x\n2024-01-03,2\n")
     assert "column 'a', row 1" in refused("forecast", "text.csv")

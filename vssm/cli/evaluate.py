@@ -10,6 +10,7 @@ import tyro
 
 from vssm.cli.display import ProgressBar, show_metrics
 from vssm.evaluation.scores import EvaluateOptions, UnwrittenResult, evaluate_run
+from vssm.runs.config import refuse_forecaster
 from vssm.runs.pretrained import find
 
 
@@ -38,6 +39,7 @@ class Evaluate(EvaluateOptions):
 
 def own_copy(folder: Path) -> Path:
     """Returns a folder that may be written to: the folder of a shipped model is copied first."""
+    refuse_forecaster(folder)
     shipped = find(str(folder))
     if shipped == folder:
         return folder

@@ -19,7 +19,7 @@ from vssm.data.table import find_columns, read_table
 from vssm.forecasting.files import write_forecast
 from vssm.models import Model, first_weight
 from vssm.runs.checkpoint import load_finite
-from vssm.runs.config import SavedConfig
+from vssm.runs.config import SavedConfig, refuse_forecaster
 from vssm.runs.pretrained import find
 
 _CELLS = 2**18  # sequences times steps that are made at once
@@ -61,6 +61,7 @@ class Fill:
             if path is not None and not path.is_file():
                 raise ValueError(f"{name}={str(path)!r} is not a file; give a file to read")
         folder = find(self.run_folder)
+        refuse_forecaster(folder)
         model = load_finite(folder, choose_device(self.device))
         meta = SavedConfig.read(folder).meta()
         if model.config.known != "any":

@@ -13,7 +13,7 @@ from vssm.cli.samples import check_files, check_state_target, read_prompt, write
 from vssm.data import Meta, steps_left
 from vssm.models import Model, first_weight
 from vssm.runs.checkpoint import load_finite
-from vssm.runs.config import SavedConfig
+from vssm.runs.config import SavedConfig, refuse_forecaster
 from vssm.runs.pretrained import find
 
 
@@ -62,6 +62,7 @@ class Generate:
             if getattr(self, name) is not None:
                 whole_number(name, getattr(self, name), 1)
         device, folder = choose_device(self.device), find(self.run_folder)
+        refuse_forecaster(folder)
         model, meta = load_finite(folder, device), SavedConfig.read(folder).meta()
         text = meta is not None and meta.suggested_head == "categorical"
         out = self.out or Path("samples.txt" if text else "samples.npy")

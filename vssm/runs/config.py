@@ -5,6 +5,7 @@ A model that was saved alone has the keys `format` and `model`. A run also has `
 """
 
 import json
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +82,13 @@ class SavedConfig:
     def write(self) -> None:
         """Writes the file."""
         write_atomically(self.path, lambda file: file.write_text(self.text()))
+
+
+def refuse_forecaster(folder: str | Path) -> None:
+    """Raises for a folder of `Forecaster.save`: its model alone does not know the units of data."""
+    if (Path(folder) / "forecaster.json").is_file():
+        command = f"vssm forecast {shlex.quote(str(folder))}"
+        raise ValueError(f"{str(folder)!r} is a forecaster, not a run; use it with: {command}")
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from vssm.config import PRESETS, RunConfig
 from vssm.data.storage import read_object, read_tensors
-from vssm.runs.config import SavedConfig, flatten
+from vssm.runs.config import SavedConfig, flatten, refuse_forecaster
 
 FILES = ("config.json", "weights.safetensors", "README.md")
 _ADDRESS = re.compile(r"(?:hf://)?(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[^\s@]+))?")
@@ -38,6 +38,7 @@ def push(folder: str | Path, repo: str, token: str | None = None, private: bool 
     if revision is not None:
         raise ValueError(f"repo={repo!r} has a revision; use 'OWNER/NAME'")
     hub = _import_hub()
+    refuse_forecaster(folder)
     saved = SavedConfig.read(folder)
     public = dataclasses.replace(saved, values=without_folders(saved.values))
     contents = {

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from vssm.data.storage import read_object, write_atomically
 from vssm.evaluation.report.chart import Picture, draw_chart
+from vssm.runs.config import refuse_forecaster
 from vssm.runs.folder import read_log
 from vssm.runs.labels import GROUPS, grouped, is_number, label
 
@@ -120,6 +121,7 @@ def _read_picture(path: Path, title: str, alt: str) -> Picture:
 
 
 def _read_run(folder: Path) -> _Run:
+    refuse_forecaster(folder)
     if not any((folder / file).is_file() for file in ("config.json", "log.jsonl", "eval.json")):
         what = "holds no run" if folder.is_dir() else "is not a folder"
         raise ValueError(f"{str(folder)!r} {what}; give run folders, which vssm train writes")
