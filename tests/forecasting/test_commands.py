@@ -27,7 +27,7 @@ def refused(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_the_commands(tmp_path, monkeypatch):
+def test_the_commands(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     weeks(90).to_csv("shops.csv", index_label="date", sep=";")
     options = ["--horizon", "7", "--max-steps", "3"]
@@ -36,6 +36,10 @@ def test_the_commands(tmp_path, monkeypatch):
     assert made.columns.tolist()[:4] == ["unique_id", "ds", "mean", "0.025"] and len(made) == 14
     main(["forecast", "own", "--path", "shops.csv", "--out", "again.csv"])
     assert (tmp_path / "again.csv").read_bytes() == (tmp_path / "forecast.csv").read_bytes()
+    capsys.readouterr()
+    main(["forecast", "own", "--season", "7", "--seed", "1", "--out", "again.csv"])
+    note = "note: 'own' keeps the settings of its training and ignores --season, --seed\n"
+    assert capsys.readouterr().err == note
     pytest.importorskip("pyarrow")
     main(["forecast", "own", "--quantiles", "0.5", "--out", "own.parquet"])
     assert pandas.read_parquet("own.parquet").columns.tolist()[2:] == ["mean", "0.5"]
@@ -84,6 +88,8 @@ def test_mistakes_in_a_file_are_named(refused, tmp_path):
         ("--horizon 91", "horizon is 91, and the longest series has 90 rows"),
         ("--samples 0", "samples is 0; it must be a whole number >= 1"),
         ("--future-columns south", "--future is missing; give a table with the dates and south"),
+        ("--future weeks.csv", "future is given, but the forecaster has no future_columns"),
+        ("--future weeks.csv --future-columns b", "future of series 'a' has no 'b' on 2024-"),
         ("--save weeks.csv", "folder='weeks.csv' is a file or lies below one"),
         ("--save weeks.csv/own", "folder='weeks.csv/own' is a file or lies below one"),
         ("--save run", "folder='run' is a run"),

@@ -1,5 +1,6 @@
 """`vssm forecast` forecasts what follows a table; `vssm backtest` scores such forecasts."""
 
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +11,7 @@ from vssm.checks import whole_number
 from vssm.cli.samples import check_files
 from vssm.forecasting.files import read_frame, write_forecast
 from vssm.forecasting.forecaster import Forecaster
-from vssm.forecasting.panel import check_quantiles
+from vssm.forecasting.panel import check_quantiles, read_ahead, read_panel
 from vssm.runs.checkpoint import check_target
 
 
@@ -32,6 +33,12 @@ class _SeriesOptions:
     """Fixes the weights and the paths, 0 to 2^63 - 1."""
     device: str = "cpu"
     """Where the model is trained and run: cpu, cuda or auto."""
+
+    def given(self) -> list[str]:
+        """Returns the options of the training that are not at their defaults."""
+        options = [option for option in fields(_SeriesOptions) if option.name != "device"]
+        changed = [each.name for each in options if getattr(self, each.name) != each.default]
+        return [f"--{name.replace('_', '-')}" for name in changed]
 
     def forecaster(self, horizon: int) -> Forecaster:
         options = {option.name: getattr(self, option.name) for option in fields(_SeriesOptions)}
@@ -68,8 +75,13 @@ class Forecast(_SeriesOptions):
         source = self.source
         picture = _check_out(self.out, data=source, path=self.path, future=self.future)
         future = None if self.future is None else read_frame(self.future)
-        if source.is_dir():
+        table = None if source.is_dir() else read_frame(source)
+        history = None if self.path is None else read_frame(self.path)
+        if table is None:
             own = Forecaster.load(source, self.device)
+            if ignored := ", ".join(self.given()):
+                note = f"{str(source)!r} keeps the settings of its training and ignores {ignored}"
+                print(f"note: {note}", file=sys.stderr)
             if self.horizon not in (None, own.horizon):
                 raise ValueError(
                     f"horizon={self.horizon} was {own.horizon} in training; train again"
@@ -78,12 +90,16 @@ class Forecast(_SeriesOptions):
             if self.future_columns and future is None:
                 names = ", ".join(self.future_columns)
                 raise ValueError(f"--future is missing; give a table with the dates and {names}")
-            horizon = 24 if self.horizon is None else self.horizon
-            own = self.forecaster(horizon).fit(read_frame(source))
+            horizon = whole_number("horizon", 24 if self.horizon is None else self.horizon, 1)
+            if future is not None:  # checked before the training
+                known = read_panel(table, self.freq, self.future_columns, (), ())
+                if history is not None:
+                    known = read_panel(history, known.step, self.future_columns, (), ())
+                read_ahead(known, horizon, future)
+            own = self.forecaster(horizon).fit(table)
             print(f"fit: {own.steps_} steps, {own.seconds_:.0f} s")
         if self.save is not None:
             own.save(self.save)
-        history = None if self.path is None else read_frame(self.path)
         made = own.predict(history, self.samples, self.quantiles, future)
         write_forecast(made, self.out)
         own.plot(history, picture, self.samples, future)
