@@ -41,6 +41,13 @@ def test_frequencies_are_found_and_dates_go_on(freq):
     assert panel.next_dates(panel.series[0], 1)[0] == dates[12]
 
 
+def test_a_frequency_that_does_not_fit_the_dates_is_noted():
+    days = pandas.date_range("2024-01-01", periods=4, freq="D")
+    note = "^freq='h' leaves 69 of 73 dates without a row; the dates of the table look like 'D'$"
+    with pytest.warns(UserWarning, match=note):
+        read_panel(pandas.DataFrame({"a": np.arange(4.0)}, index=days), freq="h")
+
+
 def test_covariates_are_sorted_by_how_they_change():
     table = long_table().assign(price=np.arange(12.0), shop=[1] * 6 + [2] * 6, promo=0.0)
     panel = read_panel(table, future=["promo"])

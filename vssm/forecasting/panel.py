@@ -310,19 +310,30 @@ def _sort_columns(
 
 def _step(groups: dict[Any, "pandas.DataFrame"], freq: Any) -> "pandas.DateOffset":  # noqa: ANN401
     """Returns the step between dates: the given one, or the usual one of the longest series."""
+    import pandas
     from pandas.tseries.frequencies import to_offset
 
-    if freq is not None:
-        try:
-            return to_offset(freq)  # type: ignore[return-value]
-        except ValueError:
-            raise ValueError(
-                f"freq={shown(freq)} is unknown; give a pandas frequency, such as 'h', 'D' or 'MS'"
-            ) from None
     longest = max(groups.values(), key=len)
-    if len(longest) < 3:
-        raise ValueError("all series have fewer than 3 rows; give freq, such as 'h', 'D' or 'MS'")
-    return usual_step(longest["ds"].dt.tz_localize(None).to_numpy())
+    dates = longest["ds"].dt.tz_localize(None).to_numpy()
+    if freq is None:
+        if len(dates) < 3:
+            message = "all series have fewer than 3 rows; give freq, such as 'h', 'D' or 'MS'"
+            raise ValueError(message)
+        return usual_step(dates)
+    try:
+        step: Any = to_offset(freq)
+    except ValueError:
+        raise ValueError(
+            f"freq={shown(freq)} is unknown; give a pandas frequency, such as 'h', 'D' or 'MS'"
+        ) from None
+    num = len(pandas.date_range(dates[0], dates[-1], freq=step))
+    if len(dates) > 2 and num > 2 * len(dates) and (found := usual_step(dates)) != step:
+        warnings.warn(
+            f"freq={step.freqstr!r} leaves {num - len(dates)} of {num} dates without a row; the"
+            f" dates of the table look like {found.freqstr!r}",
+            stacklevel=5,
+        )
+    return step
 
 
 def _series(id: Any, rows: Any, step: "pandas.DateOffset", columns: Columns) -> Series:  # noqa: ANN401
