@@ -389,7 +389,8 @@ def test_existing_folder_is_never_overwritten(unbroken, tmp_path):
         run(tiny(), tmp_path / "file")
 
 
-def test_resuming_never_trains_over_finished_weights(unbroken, tmp_path):
+def test_resuming_never_trains_over_finished_weights(unbroken, tmp_path, monkeypatch):
+    monkeypatch.delattr("vssm.training.loop.open_data")  # data could be a long download
     vssm.save(vssm.build(small_config("rnn")), tmp_path / "saved")
     ended = shutil.copytree(
         unbroken, tmp_path / "ended", ignore=shutil.ignore_patterns("checkpoint")

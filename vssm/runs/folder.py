@@ -188,6 +188,10 @@ class RunFolder:
         self.compare(config)
         self._lock = claim(self.path, "run folder")
         self._tidy()
+        self.check_resumable()
+
+    def check_resumable(self) -> None:
+        """Raises if a new start, for want of a checkpoint, would replace weights."""
         # Without a log, this may be all that is left of a finished run.
         finished = self.has_ended() or not self.log_path.exists()
         if finished and (self.path / "weights.safetensors").exists() and not self._saved():

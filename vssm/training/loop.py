@@ -74,9 +74,11 @@ def train(
             raise ValueError("config=None goes with resume=True only; give a RunConfig")
         config = read_config(folder)
     check_type("config", config, RunConfig, "a RunConfig")
+    run_folder = RunFolder(folder)
+    if resume:
+        run_folder.check_resumable()  # before data are read, and perhaps downloaded
     with join(config.train.device) as world:
         show = (progress or choose_progress()) if world.rank == 0 else Progress()
-        run_folder = RunFolder(folder)
         try:
             Trainer(config, run_folder, world, show, resume).run()
         finally:
