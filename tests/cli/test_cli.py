@@ -271,7 +271,10 @@ def test_series_start_from_a_small_model():
             "preset='paper' is unknown; choose from 'paper-mnist'",
         ),
         (["train", "series", "--smoke"], "series"),
-        (["train", "--resume", "nowhere"], "nowhere"),
+        (["train", "--resume", "nowhere"], "'nowhere' does not exist; use a run folder"),
+        (["train", "--resume", __file__], "test_cli.py' is a file, not a folder; use a run folder"),
+        (["generate", __file__], "test_cli.py' is a file, not a folder; use a run folder"),
+        (["generate", ""], "the name of a run folder is empty; give a run folder or"),
         (["train", "digits", "--train.batch", "0"], "batch is 0; it must be"),
         (
             ["train", "digits", "--smoke", "--train.seed", str(2**63)],

@@ -381,7 +381,7 @@ def test_an_unknown_name_is_answered_with_those_there_are(shelf, tmp_path, monke
     monkeypatch.setattr(pretrained, "FOLDER", tmp_path / "nothing")
     with pytest.raises(ValueError, match=r"or a shipped model \(none in this version\)$"):
         vssm.load("digits-small")
-    with pytest.raises(ValueError, match=r"^'nowhere' has no config.json; use a run folder"):
+    with pytest.raises(ValueError, match=r"^'nowhere' does not exist; use a run folder"):
         ship["export"]("nowhere", tmp_path / "new")
 
 

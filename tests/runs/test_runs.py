@@ -67,7 +67,7 @@ def test_data_meta_is_read_and_damage_is_named(unbroken, tmp_path):
         with pytest.raises(ValueError, match=message) as caught:
             SavedConfig.read(tmp_path).meta()
         assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match=r"nowhere' has no config\.json; use a run folder, or"):
+    with pytest.raises(ValueError, match=r"nowhere' does not exist; use a run folder, or"):
         SavedConfig.read(tmp_path / "nowhere").meta()
 
 

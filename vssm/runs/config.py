@@ -32,9 +32,10 @@ class SavedConfig:
         """Reads the config.json of a folder."""
         path = Path(folder) / "config.json"
         if not path.is_file():
+            what = "is a file, not a folder" if Path(folder).is_file() else "does not exist"
+            what = "has no config.json" if Path(folder).is_dir() else what
             raise ValueError(
-                f"{str(folder)!r} has no config.json; use a run folder, or a folder written by "
-                "vssm.save"
+                f"{str(folder)!r} {what}; use a run folder, or a folder written by vssm.save"
             )
         return cls.parse(path)
 

@@ -38,6 +38,8 @@ def find(folder: str | Path) -> Path:
     """
     if isinstance(folder, str) and folder.startswith("hf://"):
         return pull(folder)
+    if not str(folder):  # which Path takes for the working directory
+        raise ValueError("the name of a run folder is empty; give a run folder or a shipped model")
     path = Path(folder)
     if isinstance(folder, str) and folder in names() and not path.exists():
         return FOLDER / folder
