@@ -163,7 +163,7 @@ def test_mistakes_give_one_line(table, capsys):
     huge = wave_table()
     huge.loc[3, "b"] = 1e308
     huge.to_csv("huge.csv", index=False)
-    assert "huge.csv: row 4, column 'b' is 1e+308" in fails(capsys, *run, "huge.csv")
+    assert "huge.csv: row 3, column 'b' is 1e+308" in fails(capsys, *run, "huge.csv")
     wave_table(5).to_csv("short.csv", index=False)
     assert "short.csv has 5 rows; a window of training has 8" in fails(capsys, *run, "short.csv")
     wave_table()[["date", "a"]].to_csv("narrow.csv", index=False)

@@ -90,7 +90,7 @@ def test_missing_values_are_placed_and_filled(tmp_path):
     refused(
         series(path, context=1, horizon=1),
         path,
-        "row 1",
+        "row 0",
         "'a'",
         "4 such values",
         "--series.fill",

@@ -22,13 +22,13 @@ DATES = [f"2020-01-{1 + k // 24:02} {k % 24:02}:00" for k in range(24 * 28)]
     [
         (
             (5, "2020-13-01 05:00"),
-            ("row 6", "'date'", "'2020-13-01 05:00' is not a date", "ISO 8601"),
+            ("row 5", "'date'", "'2020-13-01 05:00' is not a date", "ISO 8601"),
         ),
-        ((5, "01/02/2020"), ("row 6", "is not a date")),
-        ((5, ""), ("row 6", "'' is not a date")),
+        ((5, "01/02/2020"), ("row 5", "is not a date")),
+        ((5, ""), ("row 5", "'' is not a date")),
         ((5, "9999-12-31T20:00-05:00"), ("row", "9999-12-31T20:00-05:00'")),
-        ((5, DATES[4]), ("row 6", "04:00' is there twice", "--series.time none")),
-        ((5, DATES[2]), ("row 6", "'2020-01-01 02:00' comes after '2020-01-01 04:00'")),
+        ((5, DATES[4]), ("row 5", "04:00' is there twice", "--series.time none")),
+        ((5, DATES[2]), ("row 5", "'2020-01-01 02:00' comes after '2020-01-01 04:00'")),
     ],
 )
 def test_bad_dates_are_named(tmp_path, change, parts):
@@ -79,7 +79,7 @@ def test_dates_between_seconds_are_kept(tmp_path, kind):
         write_csv(
             path, [[d, k] for k, d in enumerate(dates[[0, 1, 1]].astype(str))], header=["date", "a"]
         )
-        refused(series(path), "row 3", "'2024-01-01T00:00:00.100' is there twice")
+        refused(series(path), "row 2", "'2024-01-01T00:00:00.100' is there twice")
 
 
 def test_duplicate_column_names_are_refused(tmp_path):
@@ -264,11 +264,11 @@ def test_columns_without_names_are_numbered(tmp_path):
         ("a,b\n", ("no rows",)),
         ("a,b\nx,y\n", ("no column of numbers",)),
         ("date\n1\n2\n", ("besides date", "--series.columns")),
-        ("a,b\n1,2\n3\n", ("row 2", "'b'", "missing")),
+        ("a,b\n1,2\n3\n", ("row 1", "'b'", "missing")),
         ("a,b\n1,2\n3,4,5\n", ("cannot be read: Expected 2 fields in line 3, saw 3",)),
-        ("a,b\n1,2\n3,-1e308\n", ("row 2", "'b'", "-1e+308", "use numbers up to 1e+30")),
+        ("a,b\n1,2\n3,-1e308\n", ("row 1", "'b'", "-1e+308", "use numbers up to 1e+30")),
         ("a,b\n1,2,3\n3,4,5\n", ("cannot be read", "header")),
-        ("a,b\n1,2\n3,oops\n", ("row 2", "'b'", "'oops' is not a number")),
+        ("a,b\n1,2\n3,oops\n", ("row 1", "'b'", "'oops' is not a number", "leave the cell empty")),
         ("a\n" + "1\n" * 150, ("150 rows", "105", "96 + 96 = 192")),
         ("a\n" + "x" * 200000, ("no column of numbers",)),
     ],
@@ -341,7 +341,7 @@ def test_parquet_series(tmp_path):
     columns = {"when": stamps, "a": np.arange(30), "b": [None, *range(1, 30)], "c": ["x"] * 30}
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table(columns), path)
-    refused(series(path), "row 1", "'b'", "--series.fill")
+    refused(series(path), "row 0", "'b'", "--series.fill")
     data = open_data(series(path, fill="zero", context=2, horizon=1, scale="none"))
     assert data.meta.columns == ("a", "b") and data.train.batch([1])[0].tolist() == [
         [1, 1],

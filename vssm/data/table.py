@@ -5,6 +5,8 @@ pandas reads them, and knows the calendar: months, quarters, years and business 
 The first line of a CSV file is a header unless it begins with a number, a date, true or false. A
 column of true and false is read as 1 and 0. Columns without any number are left out with a warning.
 So are columns of numbers called `date`, `time` or `index`, unless the user asks for them.
+
+Messages count rows from 0, after the header, as pandas and `vssm.forecasting` do.
 """
 
 import io
@@ -149,7 +151,10 @@ def _numbers(cells: Column, path: Path) -> np.ndarray | None:
     if words.any():
         row = int(words.argmax())
         cell = str(cells.iloc[row])
-        raise ValueError(f"{path}: row {row + 1}, column {cells.name!r}: {cell!r} is not a number")
+        raise ValueError(
+            f"{path}: row {row}, column {cells.name!r}: {cell!r} is not a number; correct it, or"
+            " leave the cell empty"
+        )
     return found
 
 
@@ -185,7 +190,7 @@ def _times(cells: Column, path: Path) -> np.ndarray:
         elif times[row] == times[row - 1]:
             what = "is there twice"
         raise ValueError(
-            f"{path}: row {row + 1}, column {cells.name!r}: {cell!r} {what}"
+            f"{path}: row {row}, column {cells.name!r}: {cell!r} {what}"
             " (--series.time none leaves dates out)"
         )
     return times
@@ -237,7 +242,7 @@ def check_size(table: Table, index: Sequence[int]) -> None:
     size = np.abs(table.values[:, index])
     for row, column in np.argwhere((size > LARGEST) & (size < np.inf)):
         raise ValueError(
-            f"{table.path}: row {row + 1}, column {table.names[index[column]]!r} is"
+            f"{table.path}: row {row}, column {table.names[index[column]]!r} is"
             f" {table.values[row, index[column]]:g}; use numbers up to {LARGEST:g}"
         )
 
@@ -257,7 +262,7 @@ def filled(
     if fill is None and not known.all() and not missing:
         row, column = np.argwhere(~known)[0]
         raise ValueError(
-            f"{table.path}: row {row + 1}, column {table.names[index[column]]!r} is missing or not"
+            f"{table.path}: row {row}, column {table.names[index[column]]!r} is missing or not"
             f" finite ({(~known).sum()} such values in all);"
             " fill them with --series.fill zero, previous or linear, or learn from the others with"
             " --model.known any"
