@@ -17,7 +17,7 @@ import torch
 
 import vssm
 from vssm.cli import COMMANDS, main, parse
-from vssm.cli.errors import report_mistakes
+from vssm.cli.errors import box_as_line, report_mistakes
 from vssm.cli.evaluate import own_copy
 from vssm.cli.options import RunOptions
 from vssm.cli.samples import write_array
@@ -555,6 +555,12 @@ def test_a_wrong_number_is_named_without_the_words_of_the_parser(capsys):
     ):
         line = f"vssm: Error parsing {option}: '{text}' is not allowed; give {allowed}; see"
         assert fails(capsys, "train", "digits", option, text).startswith(line)
+
+
+def test_colours_of_the_parser_do_not_hide_its_words():
+    red = "\x1b[31m│\x1b[0m \x1b[91;1mError\x1b[0m\x1b[91;1m parsing Evaluate:\x1b[0m\x1b[m"
+    box = f"\x1b[31m╭─ Error ───╮\x1b[0m\n{red} known='a'\x1b[0m │\n│ is unknown │\n╰───────────╯\n"
+    assert box_as_line(box, "evaluate") == "known='a' is unknown; see vssm evaluate --help"
 
 
 def test_where_files_go_is_checked_before_the_work(run_folder, tmp_path, monkeypatch, capsys):

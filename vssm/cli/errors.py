@@ -78,6 +78,7 @@ def report_sigterm() -> Iterator[None]:
 def box_as_line(box: str, command: str) -> str:
     """Returns tyro's message about wrong options, which it draws in a box, as one line."""
     # Rules separate message, advice and a pointer to the help; without Unicode a title is first.
+    box = re.sub(r"\x1b\[[\d;]*m", "", box)  # colours, on a terminal
     rule = r"[^\n]*(?:───|---)[^\n]*\n"
     parts = [" ".join(part.split()) for part in re.split(rule, box.replace("│", " "))]
     message, *rest = [part for part in parts if part][0 if "╭" in box else 1 :]
