@@ -313,7 +313,11 @@ def test_mistakes_give_one_line(arguments, message, tmp_path, monkeypatch, capsy
     ("error", "code", "line"),
     [
         (ValueError("num=0 is not allowed"), 2, "vssm: num=0 is not allowed\n"),
-        (FileNotFoundError(2, "No such file", "x.csv"), 2, "vssm: No such file: x.csv\n"),
+        (
+            FileNotFoundError(2, "No such file", "x.csv"),
+            2,
+            "vssm: No such file: x.csv; give another file or folder\n",
+        ),
         (OSError("the disk is full"), 2, "vssm: the disk is full\n"),
         (MemoryError(), 2, "vssm: out of memory; ask for less at once\n"),
         (
@@ -494,6 +498,33 @@ def test_seeds_of_samples_are_those_of_python(tmp_path, monkeypatch, capsys):
     message = fails(capsys, "train", "digits", "--smoke", "--train.seed", "-1")
     assert f"seed is -1; it must be a whole number >= 0 and < {2**63}" in message
     assert not list(tmp_path.iterdir())
+
+
+def test_features_that_do_not_count_are_noted():
+    for words in (["--model.features", "5"], ["--model.features=5"]):
+        with pytest.warns(UserWarning, match="^--model.features is ignored: it follows the data$"):
+            RunOptions.default(["digits", *words])
+
+
+def test_folders_below_a_file_are_refused_before_the_work(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("notes.txt").touch()
+    lost = ["train", "series", "--series.path", "lost.csv", "--out"]
+    for command, out in ((lost, "notes.txt/x"), (["demo", "--out"], "notes.txt")):
+        message = f"vssm: out='{out}' is a file or lies below one; use a folder, or a new name\n"
+        assert fails(capsys, *command, out) == message
+
+
+def test_data_without_a_picture_say_nothing_else(monkeypatch, capsys):
+    def refuse(data, out):
+        raise FileNotFoundError(2, "No such file or directory", str(out))
+
+    monkeypatch.setattr("vssm.cli.data.picture", refuse)
+    with pytest.raises(SystemExit):
+        main(["data", "digits", "--out", "/proc/x.png"])
+    shown = capsys.readouterr()
+    line = "vssm: No such file or directory: /proc/x.png; give another file or folder\n"
+    assert (shown.out, shown.err) == ("", line)
 
 
 def test_unknown_flag_suggests_the_nearest(capsys):

@@ -355,7 +355,7 @@ def test_written_files_have_the_usual_permissions(tmp_path):
 
 
 def test_a_folder_that_can_not_be_written_is_named_before_the_work(tmp_path, monkeypatch):
-    monkeypatch.setattr("vssm.runs.checkpoint.why_read_only", lambda place: "read-only file system")
+    monkeypatch.setattr("vssm.data.storage.why_read_only", lambda place: "read-only file system")
     model = small_model("ssm")
     with pytest.raises(ValueError, match="own' cannot be written: read-only file system"):
         save(model, tmp_path / "own")

@@ -31,5 +31,6 @@ class Data(DataOptions):
         files = [f"{file['path']}  sha256 {file['sha256']}" for file in facts["files"]]
         if len(files) > _MOST_FILES:
             files = [*files[: _MOST_FILES - 1], f"and {len(files) - _MOST_FILES + 1} more"]
+        made = picture(data, out)  # first, because its file may fail to be written
         show_table(f"data set {self.name}", {**facts, "files": files})
-        print(f"picture: {picture(data, out)}")
+        print(f"picture: {made}")

@@ -10,6 +10,7 @@
 """
 
 import contextlib
+import errno
 import re
 import signal
 import sys
@@ -18,6 +19,9 @@ from collections.abc import Iterator
 
 # On a CPU, on a GPU, and for a tensor with more bytes than an address can have.
 _NO_MEMORY = "can't allocate memory|out of memory|Storage size calculation overflowed"
+
+_WRONG_PLACE = {errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOENT}
+_WRONG_PLACE |= {errno.ENOTDIR, errno.EPERM, errno.EROFS}
 
 # What tyro and Python say about a text that is not a number, in the words of a user.
 _PLAIN = {
@@ -45,7 +49,9 @@ def report_mistakes() -> Iterator[None]:
     except BrokenPipeError:
         raise SystemExit(1) from None
     except OSError as error:
-        _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+        place = f": {error.filename}" if error.filename else ""
+        advice = "; give another file or folder" if error.errno in _WRONG_PLACE else ""
+        _fail(f"{error.strerror or error}{place}{advice}")
     except KeyboardInterrupt:
         _fail("stopped by the user", 130)
 

@@ -1,6 +1,7 @@
 """Options that several commands share: of a data set and of a training run."""
 
 import argparse
+import warnings
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Self
 
@@ -50,6 +51,9 @@ class RunOptions(DataOptions):
     @classmethod
     def default(cls, arguments: list[str]) -> Self:
         """Returns the defaults, which are those of the preset."""
+        flags = [word.partition("=")[0] for word in arguments]
+        if "--model.features" in flags and "--resume" not in flags:
+            warnings.warn("--model.features is ignored: it follows the data", stacklevel=2)
         start, parser = cls(), argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument("--preset", nargs="?")
         preset = parser.parse_known_args(arguments)[0].preset

@@ -10,6 +10,7 @@ from typing import Self
 import tyro
 
 from vssm.cli.options import RunOptions
+from vssm.data.storage import check_folder
 from vssm.runs.folder import RunFolder
 from vssm.training.loop import train
 
@@ -36,6 +37,7 @@ class Train(RunOptions):
         first = os.environ.get("RANK", "0") == "0"  # of several processes
         if self.resume is None and first:
             RunFolder(folder).check_new()  # before anything that takes time
+            check_folder("out", folder)
         ignored = ", ".join(word for word in self.typed if word != "--resume")
         if self.resume is not None and ignored:
             note = f"--resume keeps the run's own settings and ignores {ignored}"

@@ -125,6 +125,17 @@ def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str
     return f"{total:08x}"
 
 
+def check_folder(name: str, folder: Path) -> None:
+    """Raises unless a folder is there or can be made, and can be written to."""
+    there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), folder)
+    if not there.is_dir():
+        raise ValueError(
+            f"{name}={str(folder)!r} is a file or lies below one; use a folder, or a new name"
+        )
+    if why := why_read_only(there):
+        raise ValueError(f"{name}={str(folder)!r} cannot be written: {why}")
+
+
 def is_device(path: Path) -> bool:
     """Returns whether a path is a device or a pipe, which a file must not replace."""
     return path.exists() and not path.is_file() and not path.is_dir()

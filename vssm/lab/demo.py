@@ -15,6 +15,7 @@ import torch
 import vssm
 from vssm.config import Kind, ModelConfig, RunConfig, TrainConfig
 from vssm.data import DataConfig, draw, open_data
+from vssm.data.storage import check_folder
 from vssm.evaluation.report import report
 from vssm.evaluation.scores import evaluate_run
 from vssm.evaluation.timing import take_times
@@ -36,6 +37,7 @@ def demo(out: Path = Path("demo")) -> None:
         out: The folder for runs, pictures and the report; an older demo in it is replaced.
     """
     start, folder = time.perf_counter(), out
+    check_folder("out", folder)
     if folder.exists() and any(folder.iterdir()):
         if not (folder / "DEMO").is_file():
             raise ValueError(

@@ -11,7 +11,7 @@ import torch
 
 from vssm.checks import check_device, check_model, check_path
 from vssm.config import FORMAT
-from vssm.data.storage import read_object, read_tensors, why_read_only, write_tensors
+from vssm.data.storage import check_folder, read_object, read_tensors, write_tensors
 from vssm.models import Model, build
 from vssm.nn import join_weights
 from vssm.runs import pretrained
@@ -127,13 +127,7 @@ def _find(folder: str | Path) -> Path:
 def check_target(folder: Path) -> None:
     """Raises if a model cannot be saved there: where a file is, or over a run, or over the
     config.json of another program."""
-    there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), folder)
-    if not there.is_dir():
-        raise ValueError(
-            f"folder={str(folder)!r} is a file or lies below one; use a folder, or a new name"
-        )
-    if why := why_read_only(there):
-        raise ValueError(f"folder={str(folder)!r} cannot be written: {why}")
+    check_folder("folder", folder)
     try:
         values = read_object(folder / "config.json")
     except (OSError, ValueError):  # it is absent or damaged
