@@ -15,6 +15,18 @@ def test_every_kind_has_a_class():
     assert tuple(MODELS) == KINDS
 
 
+def test_a_model_that_does_not_fit_into_the_memory_is_named(monkeypatch):
+    def full(config):
+        if torch.get_default_device().type != "meta":
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return Autoregressive(config)
+
+    monkeypatch.setitem(MODELS, "rnn", full)
+    message = r"has 5\.1e\+04 parameters, too many for the memory; lower width=64 or layers=2$"
+    with pytest.raises(ValueError, match=message):
+        build(ModelConfig(kind="rnn", features=3, width=64, layers=2))
+
+
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_model_takes_every_head(kind, head):

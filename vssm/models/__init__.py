@@ -1,5 +1,9 @@
 """The six models: three classes, one stack; and two more for vssm, with levels and any part."""
 
+from collections.abc import Callable
+
+import torch
+
 from vssm.checks import check_type
 from vssm.config import ModelConfig
 from vssm.models.anypart import AnyPart as AnyPart
@@ -33,5 +37,17 @@ def build(config: ModelConfig) -> Model:
     """
     check_type("config", config, ModelConfig, "a ModelConfig")
     if config.known == "any":
-        return AnyPart(config)
-    return MODELS[config.kind](config) if config.levels == 1 else Ladder(config)
+        own: Callable[[ModelConfig], Model] = AnyPart
+    else:
+        own = MODELS[config.kind] if config.levels == 1 else Ladder
+    try:
+        return own(config)
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):
+            raise
+        with torch.device("meta"):  # takes no memory
+            num = sum(parameter.numel() for parameter in own(config).parameters())
+        raise ValueError(
+            f"this model has {num:.2g} parameters, too many for the memory; "
+            f"lower width={config.width} or layers={config.layers}"
+        ) from None
