@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import vssm
+from tests.conftest import small_model
 from vssm.models.anypart import Part, interpolate
 
 
@@ -257,6 +258,14 @@ def test_what_interpolates_needs_numbers_of_which_any_part_is_known():
     new = "interpolate", "season"
     older = {name: value for name, value in config.to_dict().items() if name not in new}
     assert not vssm.ModelConfig.from_dict(older).interpolate
+
+
+def test_how_tokens_are_marked_as_unknown_is_said():
+    model = small_model("vssm", "categorical", known="any", window=4, levels=2, latents=4)
+    for token, wrong in ((1, "nothing is unknown in x"), (-1, "x has tokens below 0")):
+        message = f"^{wrong}; pass known=, False where a token is unknown$"
+        with pytest.raises(ValueError, match=message):
+            vssm.fill(model, torch.full((1, 4), token))
 
 
 def test_tokens_are_filled():

@@ -104,6 +104,8 @@ def check_filling(
             f"this {model.config.kind} continues a prefix and cannot fill a gap; "
             "train a vssm with --model.known any"
         )
+    if known is None and model.head.tokens and isinstance(x, Tensor) and bool((x < 0).any()):
+        raise ValueError("x has tokens below 0; pass known=, False where a token is unknown")
     given = x
     x, known = there_and_finite(model, x, known)
     num = None if num is None else whole_number("num", num, 1)
@@ -118,7 +120,9 @@ def check_filling(
             "pass their values at every step"
         )
     if bool(known.all()):
-        raise ValueError("nothing is unknown in x; set unknown entries to NaN, or pass known=")
+        how = "pass known=, False where a token is unknown"
+        how = how if model.head.tokens else "set unknown entries to NaN, or pass known="
+        raise ValueError(f"nothing is unknown in x; {how}")
     gap, window = _longest_gap(model.without_given(known)), model.config.window
     if gap > window:
         warnings.warn(
