@@ -553,7 +553,8 @@ def test_bad_generate_options(run_folder, tmp_path, monkeypatch, capsys):
     np.save("flat.npy", np.zeros(8))
     assert "prompt has shape (8,)" in fails(capsys, "generate", run_folder, "--prompt", "flat.npy")
     (tmp_path / "bad.safetensors").write_bytes(b"nothing")
-    assert "is damaged" in fails(capsys, "generate", run_folder, "--resume", "bad.safetensors")
+    message = fails(capsys, "generate", run_folder, "--resume", "bad.safetensors")
+    assert message.endswith("; give a whole file that a state was saved to\n")
     resumed = fails(capsys, "generate", run_folder, "--resume", str(tmp_path))
     assert "is not a file; give a state that was saved" in resumed
     np.save("infinite.npy", np.full((1, 4, 8), np.inf, np.float32))
@@ -811,6 +812,8 @@ def test_a_prompt_of_another_shape_is_named_before_its_steps_are_counted(
 
 def test_bad_prompt_files_are_named(run_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    message = "prompt='gap.png' is not a .npy file, and this model does not read text; give"
+    assert message in fails(capsys, "generate", run_folder, "--prompt", "gap.png")
     (tmp_path / "bad.npy").write_bytes(b"\x80\x04\x95pickle")
     (tmp_path / "none.npy").write_bytes(b"")
     np.save("words.npy", np.array(["a", "b"]))

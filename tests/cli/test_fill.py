@@ -158,6 +158,7 @@ def test_mistakes_give_one_line(table, capsys):
     run = ["fill", "run", "--out", "out.csv", "--input"]
     prefix = fails(capsys, "fill", "prefix", "--out", "out.csv", "--input", "gaps.csv")
     assert "'prefix' continues sequences and cannot fill gaps; train a vssm with" in prefix
+    assert "as the shipped 'mnist-any-small' was" in prefix
     assert "input='lost.csv' is not a file" in fails(capsys, *run, "lost.csv")
     assert "input='whole.csv' has no gaps; mark them" in fails(capsys, *run, "whole.csv")
     huge = wave_table()
@@ -184,5 +185,7 @@ def test_mistakes_give_one_line(table, capsys):
     wrong = fails(capsys, *images, "large.png")
     assert "input='large.png' has 4 x 4 pixels; this run needs 4 x 3" in wrong
     Path("broken.png").write_bytes(b"nothing")
-    assert "input='broken.png' is not a picture" in fails(capsys, *images, "broken.png")
+    assert "input='broken.png' is not a picture, or is damaged" in fails(
+        capsys, *images, "broken.png"
+    )
     assert not Path("out.csv").exists() and not Path("out.png").exists()

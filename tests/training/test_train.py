@@ -328,7 +328,7 @@ def test_ten_in_a_row_stop_the_run(term, log_every, tmp_path, monkeypatch):
     poison(monkeypatch, set(range(4, 100)), term)
     config = tiny("tvae", epochs=8, log_every=log_every)
     reason = f"step 13: {term} is not finite, for the tenth step in a row"
-    reason += "; lower learning_rate, or look for extreme values in the data"
+    reason += "; lower --train.learning-rate, or look for extreme values in the data"
     message = rf"^{reason}; last good checkpoint: '(.*)'$"
     with pytest.raises(TrainingStopped, match=message) as error:
         run(config, tmp_path / "run")
@@ -751,7 +751,7 @@ def test_steps_after_the_tenth_bad_one_do_not_change_what_is_said():
         tally.add(torch.tensor([math.nan, 0.0, math.nan, 0.0, 0.0]), bad)
     with pytest.raises(
         TrainingStopped,
-        match=r"^step 10: kl is not finite, for the tenth step in a row; lower learning_rate",
+        match=r"^step 10: kl is not finite, for the tenth step in a row; lower --train.learning",
     ):
         tally.fetch()
 

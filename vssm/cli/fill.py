@@ -67,7 +67,7 @@ class Fill:
         if model.config.known != "any":
             raise ValueError(
                 f"{self.run_folder!r} continues sequences and cannot fill gaps; "
-                "train a vssm with --model.known any"
+                "train a vssm with --model.known any, as the shipped 'mnist-any-small' was"
             )
         if meta is not None and meta.columns is not None:
             self._fill_table(model, meta)
@@ -190,7 +190,8 @@ def _read_picture(path: Path, name: str, size: tuple[int, int], mode: str) -> np
             given = image.size[::-1]
             pixels = np.asarray(image.convert(mode)) if given == size else None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-        raise ValueError(f"{name}={str(path)!r} is not a picture; give a PNG file") from None
+        message = f"{name}={str(path)!r} is not a picture, or is damaged; give a whole PNG file"
+        raise ValueError(message) from None
     if pixels is None:
         raise ValueError(
             f"{name}={str(path)!r} has {given[0]} x {given[1]} pixels; "

@@ -48,7 +48,10 @@ def read_prompt(prompt: str, model: Model, meta: Meta | None) -> torch.Tensor:
     tokens = model.head.tokens
     if not prompt.endswith(".npy"):
         if meta is None or not tokens:
-            raise ValueError(f"prompt={prompt!r} is text; give this model a .npy file")
+            raise ValueError(
+                f"prompt={prompt!r} is not a .npy file, and this model does not read text;"
+                " give this model a .npy file"
+            )
         return meta.encode(prompt)[None]
     array = read_array(prompt)
     if tokens:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vssm.nn.state import State
 
 _FORMAT = "vssm-state-1"
+_ADVICE = "give a whole file that a state was saved to"
 _DEEPEST = 16  # levels of nested states; the models have four
 
 
@@ -56,21 +57,22 @@ def unpack(cls: "type[State]", content: bytes, name: str) -> "State":
     try:
         tensors = load(content)
     except SafetensorError as error:
-        raise ValueError(f"{name} is damaged: {error}") from None
+        raise ValueError(f"{name} is damaged: {error}; {_ADVICE}") from None
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     metadata = header.get("__metadata__", {})
     if metadata.get("format") != _FORMAT:
         raise ValueError(
-            f"{name} has format {metadata.get('format')!r}; it must be {_FORMAT!r}, a saved state"
+            f"{name} has format {metadata.get('format')!r}; it must be {_FORMAT!r}; {_ADVICE}"
         )
     check_checksum(name, tensors, metadata)
     try:
         root = _tree(cls, tensors, json.loads(metadata["positions"]), metadata["owner"])
     except (AssertionError, AttributeError, KeyError, ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is damaged: {error!r} in its positions") from None
+        raise ValueError(f"{name} is damaged: {error!r} in its positions; {_ADVICE}") from None
     rows = {tensor.shape[:1] for tensor in tensors.values()}
     if len(rows) > 1 or () in rows:
-        raise ValueError(f"{name} is damaged: its tensors do not have the same number of rows")
+        message = f"{name} is damaged: its tensors do not have the same number of rows; {_ADVICE}"
+        raise ValueError(message)
     for path, tensor in tensors.items():
         if tensor.itemsize > 1 and not tensor.isfinite().all():
             raise ValueError(

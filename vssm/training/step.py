@@ -316,7 +316,7 @@ class Tally:
             term = (*bad[1:], *bad)[0]  # a part of the loss says more than the loss
             raise TrainingStopped(
                 f"step {stopped:.0f}: {term} is not finite, for the tenth step in a row;"
-                " lower learning_rate, or look for extreme values in the data"
+                " lower --train.learning-rate, or look for extreme values in the data"
             )
         self._sums.zero_()
         self._taken.zero_()
