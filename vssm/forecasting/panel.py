@@ -326,6 +326,8 @@ def _step(groups: dict[Any, "pandas.DataFrame"], freq: Any) -> "pandas.DateOffse
         raise ValueError(
             f"freq={shown(freq)} is unknown; give a pandas frequency, such as 'h', 'D' or 'MS'"
         ) from None
+    if not isinstance(freq, str):  # that of a forecaster, which was checked
+        return step
     num = len(pandas.date_range(dates[0], dates[-1], freq=step))
     if len(dates) > 2 and num > 2 * len(dates) and (found := usual_step(dates)) != step:
         warnings.warn(
