@@ -512,9 +512,10 @@ def test_observed_data_are_read_before_what_follows(client, models):
         assert f"is not the model of resume; use {models[0].name!r}" in refused["message"]
     blind = post(client, "generate", num=2, length=2)["resume"]
     refused = error(client.post("/v1/observe", json={"x": x.tolist(), "resume": blind}), 422)
-    assert "x cannot follow this state" in refused["message"]
+    assert "x cannot follow this state" in refused["message"] and refused["param"] == "resume"
     refused = error(client.post("/v1/resume", json={"resume": blind, "recondition": True}), 422)
     assert "recondition=True cannot start from this state" in refused["message"]
+    assert refused["param"] == "recondition"
     assert (
         "x has 3 rows; give 2, or one row for all"
         in error(

@@ -81,7 +81,19 @@ def test_models_with_given_columns_are_served(client):
     made = np.array(post(client, model="labels", x=x)["x"])
     assert made.shape == (1, 4, 3) and (made[..., 2] == 1).all()
     refused = error(client.post("/v1/fill", json={"model": "labels", "x": [[None] * 3] * 5}), 422)
-    assert "the last 1 features of x are given" in refused["message"]
+    assert "the last 1 features of x are given" in refused["message"] and refused["param"] == "x"
+    for route, body in (("generate", {}), ("observe", {"x": x}), ("observe", {"x": [[0, 0]]})):
+        refused = error(client.post(f"/v1/{route}", json={"model": "labels", **body}), 422)
+        assert "use POST /v1/fill, or another model: image, letters, ssm" in refused["message"]
+        assert refused["param"] == "model"
+
+
+def test_the_default_is_the_first_model_that_can_do_what_is_asked(models):
+    with TestClient(create_app([models[2], models[3], models[0]])) as client:
+        wait_until_ready(client)
+        assert client.post("/v1/generate", json={"length": 2}).json()["model"] == "ssm"
+        assert client.post("/v1/observe", json={"x": [[0, 0, 0]]}).json()["model"] == "ssm"
+        assert post(client, x=[[None, None, 1.0]])["model"] == "labels"
 
 
 def test_merged_and_cut_requests_give_the_results_of_single_ones(models, monkeypatch):
@@ -115,7 +127,11 @@ def test_merged_and_cut_requests_give_the_results_of_single_ones(models, monkeyp
         ({"model": "letters", "x": [0, None, 7]}, "x", "0 to 4"),
         ({"x": [[1e39, None, 0]]}, "x", "x "),
         ({"x": GAPS, "passes": 0}, "passes", "greater than or equal to 1"),
-        ({"x": GAPS, "passes": 100_000}, "num", "at most 65536"),
+        (
+            {"x": GAPS, "passes": 100_000},
+            "passes",
+            "100000 passes over 1 times 5 steps are too many; use at most 13107",
+        ),
         ({"x": GAPS, "num": 257}, "num", "at most 256"),
         ({"x": GAPS, "keep": "server"}, "keep", "field 'keep' is unknown"),
     ],

@@ -114,11 +114,7 @@ def check_filling(
     options = Options(
         x.shape[1], 0, False, passes, check_temperature(temperature), observe == "sample"
     )
-    if bool((model.always_known(torch.zeros_like(known)) & ~known).any()):
-        raise ValueError(
-            f"the last {model.config.given} features of x are given and cannot be filled; "
-            "pass their values at every step"
-        )
+    check_given(model, known)
     if bool(known.all()):
         how = "pass known=, False where a token is unknown"
         how = how if model.head.tokens else "set unknown entries to NaN, or pass known="
@@ -136,6 +132,15 @@ def check_filling(
         source = Noise(source.seed.repeat_interleave(num), noise.fork(source.row, num).flatten())
         part = part.map(lambda values: values.repeat_interleave(num, 0))
     return Filling((model, part, source, options), given, known, num)
+
+
+def check_given(model: AnyPart, known: Tensor) -> None:
+    """Raises `ValueError` if a given feature is unknown."""
+    if bool((model.always_known(torch.zeros_like(known)) & ~known).any()):
+        raise ValueError(
+            f"the last {model.config.given} features of x are given and cannot be filled; "
+            "pass their values at every step"
+        )
 
 
 def _longest_gap(known: Tensor) -> int:

@@ -60,8 +60,8 @@ def create_app(
 ) -> FastAPI:
     """Returns the app; its worker runs from start-up to shutdown.
 
-    The first model and the first forecaster are the defaults. Clients must send the token, if any,
-    as bearer.
+    The first model that can do what is asked and the first forecaster are the defaults. Clients
+    must send the token, if any, as bearer.
     """
     settings = settings or Settings()
     metrics = Metrics()

@@ -36,6 +36,10 @@ class Served:
         self.device: torch.device = self.engine.device
         self.parallel: bool = isinstance(model, Variational | Ladder | AnyPart)
         """Whether the model generates many steps in one pass."""
+        self.fills: bool = isinstance(model, AnyPart)
+        """Whether the model fills gaps."""
+        self.continues: bool = not model.config.given
+        """Whether the model generates and reads; given features must be known at every step."""
         self.remembers_steps: bool = model.config.kind in ("transformer", "tvae")
         """Whether its state grows with every step."""
         self.text: bool = model.head.tokens and meta is not None
@@ -48,7 +52,7 @@ class Served:
 
     def warm_up(self) -> None:
         """Makes a few steps, so that no request waits for a compiler."""
-        if not self.model.config.given:  # such a model fills gaps only
+        if self.continues:
             self.engine.generate(num=1, length=2)
 
     def make(

@@ -17,6 +17,7 @@ from torch import Tensor
 from vssm.data import Meta
 from vssm.models import AnyPart
 from vssm.objectives.parts import there_and_finite
+from vssm.sampling.filling import check_given
 from vssm.serve.errors import Refused, invalid
 from vssm.serve.models import Served
 
@@ -67,7 +68,8 @@ class _Request(BaseModel):
     model: str | None = Field(
         None,
         max_length=_LONGEST,
-        description="One of /v1/models; by default the first, or the model of `resume`.",
+        description="One of /v1/models; by default the model of `resume`, or the first that "
+        "can do what is asked.",
     )
     num: _Count | None = Field(
         None, description="How many sequences. One prompt serves any number, as does one sample."
@@ -155,9 +157,10 @@ def read_sequences(served: Served, value: np.ndarray | str, name: str) -> Tensor
 def read_gaps(served: Served, value: np.ndarray | str) -> tuple[Tensor, Tensor]:
     """Turns sequences with gaps into tensors, and masks of what is known, or refuses them."""
     model = served.model
-    if not isinstance(model, AnyPart):
+    if not served.fills:
         message = f"model {served.name!r} continues sequences and cannot fill gaps; "
         raise invalid(message + "use a model trained with --model.known any", "model")
+    assert isinstance(model, AnyPart)
     try:
         if isinstance(value, str):
             x, known = _text_of(served, "x").encode_gaps(value)
@@ -167,6 +170,7 @@ def read_gaps(served: Served, value: np.ndarray | str) -> tuple[Tensor, Tensor]:
         if x.dim() == (1 if model.head.tokens else 2):
             x, known = x[None], known[None]
         x, known = there_and_finite(model, x.to(served.device), known.to(served.device))
+        check_given(model, known)
     except ValueError as error:
         raise invalid(str(error), "x") from None
     if known.all():

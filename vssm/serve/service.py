@@ -18,7 +18,7 @@ from vssm import noise
 from vssm.checks import shown
 from vssm.data import steps_left
 from vssm.nn import State
-from vssm.sampling.resuming import shares_latents
+from vssm.sampling.resuming import check_reads, shares_latents
 from vssm.serve.calls import Calls, fill_gaps, make_steps
 from vssm.serve.errors import Refused, invalid, json_bytes, json_response
 from vssm.serve.forecast import ForecastRequest, plan_forecast
@@ -87,6 +87,10 @@ class Service:
         served, state = self._start(ask.model, resume)
         name = "x" if making is None else "prompt"
         data = None if sequences is None else read_sequences(served, sequences, name)
+        if state is not None and data is not None:
+            _check_reads(state, f"{name} cannot follow this state", "resume")
+        elif state is not None and making is not None and making.recondition:
+            _check_reads(state, "recondition=True cannot start from this state", "recondition")
         num = _count(ask.num, served, data, name, state)
         steps = 0 if data is None else data.shape[1]
         position = 0 if state is None else state.position
@@ -108,7 +112,7 @@ class Service:
         """Fills the gaps of sequences, for a model with `known` "any"; `num` samples of each.
         Returns x, its text for a model of text, and the order: the pass that filled an entry, from
         0; -1 if the entry was known."""
-        served, began = self._model(ask.model), time.perf_counter()
+        served, began = self._model(ask.model, "fills"), time.perf_counter()
         x, known = read_gaps(served, ask.x)
         row, num = torch.arange(len(x)), ask.num or 1
         self._check_size(len(x) * num, 0, x.shape[1], "x", ask.passes)
@@ -131,7 +135,7 @@ class Service:
         return json_response({"model": name, "forecast": done.x, **_timing(began, done)})
 
     async def list_models(self) -> Response:
-        """Lists the models and forecasters, the defaults first, and the limits of one request."""
+        """Lists the models and forecasters, and the limits of one request."""
         names = ("max_num", "max_length", "max_cells", "max_body")
         limits = {name: getattr(self._settings, name) for name in names}
         models = [served.describe() for served in self._worker.models]
@@ -159,18 +163,24 @@ class Service:
         return json_response({"status": "ready"})
 
     def _check_size(self, num: int, length: int, known: int, source: str, passes: int = 1) -> None:
-        limits, steps = self._settings, passes * (length + known)
+        limits, cells = self._settings, num * (length + known)
+        steps = f"{num} times {length + known} steps"
+        most_passes = limits.max_cells // max(1, cells)
         for name, value, most, given in (
             ("num", num, limits.max_num, f"num={shown(num)} is"),
             ("length", length, limits.max_length, f"length={shown(length)} is"),
             (source, known, limits.max_length, f"the {known} steps of {source} are"),
-            ("num", num * steps, limits.max_cells, f"{num} times {steps} steps are"),
+            ("num", cells, limits.max_cells, f"{steps} are"),
+            ("passes", passes, most_passes, f"{passes} passes over {steps} are"),
         ):
             if value > most:
                 raise Refused(422, "too_many", f"{given} too many; use at most {most}", name)
 
-    def _model(self, name: str | None) -> Served:
-        name = next(iter(self._models), None) if name is None else name
+    def _model(self, name: str | None, task: str = "continues") -> Served:
+        """Returns a model; by default the first that has a task, an attribute of `Served`."""
+        if name is None:
+            able = (served.name for served in self._worker.models if getattr(served, task))
+            name = next(able, next(iter(self._models), None))
         if name not in self._models:
             names = ", ".join(self._models) or "/v1/forecast, since only forecasters are served"
             message = f"model={shown(name)} is unknown; use {names}"
@@ -180,12 +190,23 @@ class Service:
     def _start(self, model: str | None, resume: str | None) -> tuple[Served, State | None]:
         """Returns the model of a request, and the state that it resumes, if any."""
         if resume is None:
-            return self._model(model), None
+            served = self._model(model)
+            if not served.continues:
+                raise self._only_fills(served)
+            return served, None
         name, state = self._store.get(resume)
         if model not in (None, name):
             message = f"model={shown(model)} is not the model of resume; use {name!r}"
             raise invalid(message, "model")
         return self._model(name), state
+
+    def _only_fills(self, served: Served) -> Refused:
+        others = ", ".join(one.name for one in self._worker.models if one.continues)
+        return invalid(
+            f"model {served.name!r} has {served.model.config.given} given features and only fills "
+            f"gaps; use POST /v1/fill{others and f', or another model: {others}'}",
+            "model",
+        )
 
     def _end(self, served: Served, done: Done, keep: str, began: float) -> dict[str, Any]:
         """Keeps the final state of a request, and returns where to resume, with the timing."""
@@ -294,6 +315,13 @@ def _count(
         )
         raise invalid(message, "num")
     return num
+
+
+def _check_reads(state: State, refusal: str, param: str) -> None:
+    try:
+        check_reads(state, refusal)
+    except ValueError as error:
+        raise invalid(str(error), param) from None
 
 
 def _noise(seed: int | None, num: int, state: State | None) -> tuple[Tensor, Tensor]:
