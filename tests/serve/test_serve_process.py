@@ -18,6 +18,8 @@ from tests.serving import IMAGE, ROOT, load_script, running, save_models
 from vssm.cli import main
 from vssm.serve.models import Served
 
+TYPE = {"content-type": "application/json"}
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
@@ -52,16 +54,20 @@ def within(seconds, condition):
         time.sleep(0.02)
 
 
-def test_the_example_of_the_documents_runs(server, capsys):
+def test_the_examples_of_the_documents_run(capsys):
     page = (ROOT / "docs" / "serving.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```", page, flags=re.M | re.S)
-    exec(compile(code.replace("http://127.0.0.1:8000", server[1]), "serving.md", "exec"), {})
-    shapes, *events = capsys.readouterr().out.splitlines()
-    assert shapes == "(4, 14, 3) (4, 14, 3)"
+    with running([]) as (_, url):  # the shipped models, as on the page
+        exec(compile(code.replace("http://127.0.0.1:8000", url), "serving.md", "exec"), {})
+        for body, path in re.findall(r"^curl .*-d '(.*)' http://127.0.0.1:8000(.*)$", page, re.M):
+            reply = httpx.post(f"{url}{path}", content=body, headers=TYPE, trust_env=False)
+            assert reply.status_code == 200, reply.text[:300]
+        wrong = httpx.post(f"{url}/v1/generate", json={"num": 999}, trust_env=False)
+    shapes, filled, *events = capsys.readouterr().out.splitlines()
+    assert (shapes, filled) == ("(4, 14, 28) (4, 14, 28)", "(4, 28, 38) mnist-any-small")
     assert [event.split()[0] for event in events] == ["0", "7", "14", "21", "done"]
     (refusal,) = re.findall(r"^```json\n(.*?)^```", page, flags=re.M | re.S)
-    reply = httpx.post(f"{server[1]}/v1/generate", json={"num": 999}, trust_env=False)
-    assert reply.json() == json.loads(refusal)
+    assert wrong.json() == json.loads(refusal)
 
 
 def test_wrong_ways_to_start(folders, tmp_path, capsys):
