@@ -120,6 +120,7 @@ def test_the_docs_list_routes_fields_and_commands(page, url):
     page.wait_for_selector("pre")
     text = page.inner_text("main")
     assert all(word in text for word in ("POST /v1/observe", "GET /healthz", "recondition"))
+    assert "`" not in page.inner_text("body") and page.locator("#about code").count() == 4
     commands = page.locator("pre").all_inner_texts()
     assert len(commands) == 6 and all(f"' {url}/v1/" in command for command in commands)
     assert ["stream" in command for command in commands] == [
@@ -269,6 +270,7 @@ def test_it_fits_a_phone_and_can_be_read(browser, url, scheme):
     page.click("#race")
     page.wait_for_selector("#race:not([disabled])")
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    assert page.evaluate("$('results').offsetWidth <= $('results').parentElement.clientWidth")
     colors = page.evaluate(
         "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
     )
@@ -393,6 +395,7 @@ def test_a_first_visit_shows_digits_and_a_sample_prompt_names_its_class(browser)
         assert page.input_value("#class") == "3"
         upper = drawn(page, "#pad")[:14]
         assert max(map(max, upper)) > 200 and drawn(page)[:14] == upper
+        assert page.get_by_text("Sample prompts").is_visible()
         page.click("[aria-label='Sample prompt 8']")
         assert page.input_value("#class") == "8"
         for wrong in ("44", ""):
