@@ -33,12 +33,12 @@ docs: .venv/ready-dev
 	$(BIN)/python docs/results_page
 	$(BIN)/python -m pytest -q tests/test_readme.py vssm
 
-# The site, from the pages, notebooks and docstrings, in site/index.html. Warnings are errors.
+# The site, from the pages, notebooks and docstrings, in site/. Warnings are errors.
 site: .venv/ready-dev
 	@if command -v npm >/dev/null; then $(MAKE) --no-print-directory $(PAGE)/index.html; \
 		else echo "npm is missing: the site comes without the page that runs in the browser"; fi
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs site
-	@echo site/index.html
+	@echo "python -m http.server -d site    # then open http://127.0.0.1:8000/; most pages also open as files: site/index.html"
 
 # The page that fills digits in the browser; a minute.
 $(PAGE)/index.html: docs/browser/export.py docs/browser/local.js vssm/serve/page.html \

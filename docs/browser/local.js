@@ -89,6 +89,8 @@
 
   let loading = null;
   async function load() {
+    if (location.protocol === "file:") throw new Error("A browser does not let a page that was opened as a file load its model. "
+      + "Run python -m http.server -d site and open http://127.0.0.1:8000/browser/");
     const ort = await import("./ort.wasm.min.mjs");
     ort.env.wasm.numThreads = 1; // more need headers that a plain host of files does not send
     ort.env.wasm.proxy = true; // computes beside the page, which stays awake

@@ -101,6 +101,9 @@ def test_the_page_fills_in_a_browser(page):
             tab.wait_for_function("/pass 3 of 3/.test(document.body.textContent)", timeout=30_000)
             assert list(tab.evaluate(f"Array.from({read})")) != first
             assert not tab.is_visible("text=API documentation")
+            tab.goto((page[1] / "index.html").as_uri())
+            tab.wait_for_selector("#alert:not([hidden])")
+            assert "Run python -m http.server -d site" in tab.inner_text("#alert")
             assert not wrong
             browser.close()
         server.shutdown()
