@@ -237,7 +237,7 @@ def _dates(table: "pandas.DataFrame") -> Any:  # noqa: ANN401
         raise ValueError("column 'ds' has numbers; give dates, such as 2024-05-01 13:00")
     if isinstance(cells.dtype, pandas.PeriodDtype):
         return cells.dt.to_timestamp()
-    if cells.dtype.kind == "M" and cells.notna().all():
+    if cells.dtype.kind == "M" and not cells.hasnans:
         return cells
     try:
         with warnings.catch_warnings():
