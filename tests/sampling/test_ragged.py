@@ -150,8 +150,8 @@ def test_full_lengths_change_nothing():
     [
         (torch.tensor([5, 6]), r"lengths is \[5, 6\]; it must be 1 to 5"),
         (torch.tensor([5, 0]), r"lengths is \[5, 0\]; it must be 1 to 5"),
-        (torch.tensor([5]), "it must be a tensor of 2 int64"),
-        ([5, 5], "it must be a tensor of 2 int64"),
+        (torch.tensor([5]), "it must be an int64 tensor of 2 numbers"),
+        ([5, 5], "it must be an int64 tensor of 2 numbers"),
     ],
 )
 def test_bad_lengths_are_named(lengths, message):
@@ -195,7 +195,7 @@ def test_ragged_prompts_have_the_checks_of_others(kind):
     prompts = [torch.rand(n, 3) for n in (4, 2, 4)]
     with pytest.raises(ValueError, match=r"^num=1 and length=1000000000000 would take .* GB"):
         generate_ragged(model, prompts, 10**12)
-    with pytest.raises(ValueError, match=r"^model has type str; use a model of"):
+    with pytest.raises(ValueError, match=r"^model has type str; use a model from"):
         generate_ragged("mnist-small", prompts, 4)
     for states in (False, True):
         with pytest.raises(
