@@ -48,8 +48,8 @@ def make_part(
         states: The state of each pass after the windows before.
 
     Returns:
-        x, the latents (B, T, Z) of the last pass that drew at each step, and the state of each
-        pass, which means nothing if `states` is None.
+        x, the latents (B, T, Z) of the last pass that drew at each step, and the state after each
+        pass. Without `states`, a pass that has nothing to draw is left out of them.
     """
     x, known, unknown, _ = part
     order = torch.where(unknown, 0, -1)
